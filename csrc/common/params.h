@@ -1,0 +1,89 @@
+// What a kernel is told: plain structs, filled by field name in ops/, read by every kernel. Each
+// pointer has its shape beside it. Strides are in elements; the last dimension's is 1; the stride
+// of a dimension of size 1 is 0. Packed tensors (total, heads, headdim) have batch stride 0.
+#pragma once
+
+#include <cstdint>
+
+#include "common/mask.h"
+#include "common/seqlen.h"
+
+namespace flashattn {
+
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32 };
+
+constexpr int dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+struct Strides {
+  int64_t batch = 0, row = 0, head = 0;
+
+  FLASHATTN_HOST_DEVICE int64_t offset(int64_t b, int64_t r, int64_t h) const {
+    return b * batch + r * row + h * head;
+  }
+};
+
+struct ConstTensor {
+  const void* data = nullptr;
+  Strides stride;
+  bool aligned16 = false;  // data, the strides and a row's bytes are multiples of 16 bytes
+};
+
+struct MutableTensor {
+  void* data = nullptr;  // null: not wanted
+  Strides stride;
+  bool aligned16 = false;
+};
+
+// fp32 values a row and head: (batch, heads, seqlen) or (heads, total), row stride 1.
+struct RowStats {
+  float* data = nullptr;
+  int64_t batch_stride = 0, head_stride = 0;
+
+  FLASHATTN_HOST_DEVICE int64_t offset(int64_t b, int64_t h, int64_t r) const {
+    return b * batch_stride + h * head_stride + r;
+  }
+};
+
+struct ProblemShape {
+  DType dtype = DType::kBFloat16;
+  int64_t batch = 0;  // sequences
+  int heads_q = 0;
+  int heads_k = 0;    // divides heads_q: query head h reads KV head h / (heads_q / heads_k)
+  int headdim = 0;    // of q and k, 1..256
+  int headdim_v = 0;  // of v and out, 1..256
+  SeqLens seqlens_q;
+  SeqLens seqlens_k;
+  MaskSpec mask;
+  float softmax_scale = 1.f;
+
+  FLASHATTN_HOST_DEVICE int heads_per_group() const { return heads_q / heads_k; }
+};
+
+struct ForwardParams {
+  ProblemShape shape;
+  ConstTensor q;      // (batch, seqlen_q, heads_q, headdim) or (total_q, heads_q, headdim)
+  ConstTensor k;      // (batch, seqlen_k, heads_k, headdim) or (total_k, heads_k, headdim)
+  ConstTensor v;      // (batch, seqlen_k, heads_k, headdim_v) or (total_k, heads_k, headdim_v)
+  MutableTensor out;  // (batch, seqlen_q, heads_q, headdim_v) or (total_q, heads_q, headdim_v)
+  RowStats lse;       // (batch, heads_q, seqlen_q) or (heads_q, total_q), natural log
+};
+
+struct BackwardParams {
+  ProblemShape shape;
+  ConstTensor q, k, v;       // as in ForwardParams
+  ConstTensor out;           // as in ForwardParams
+  ConstTensor dout;          // the shape of out
+  RowStats lse;              // from the forward; read only
+  RowStats dlse;             // gradient of lse, null: zero; read only
+  MutableTensor dq, dk, dv;  // the shapes of q, k, v; dk and dv always come together
+  // Workspace (sizes in plan/plan.h). `rows` counts all query rows: row r of sequence b is
+  // b * seqlens_q.rows + r at a fixed length, cu_seqlens_q[b] + r when packed.
+  float* dq_accum = nullptr;   // (heads_q, rows, headdim rounded up to the tile's), zeroed before
+  float* lse_log2 = nullptr;   // (heads_q, rows): lse * log2(e), +inf for a row that sees nothing
+  float* delta = nullptr;      // (heads_q, rows): <dout, out> - dlse
+  int32_t* dq_turn = nullptr;  // deterministic only, zeroed: (heads_q, dq_turns_per_head)
+  int64_t dq_turns_per_head = 0;  // plan.h has the numbering of query blocks
+  int64_t rows = 0;
+};
+
+}  // namespace flashattn

@@ -1,0 +1,134 @@
+#include "plan/plan.h"
+
+namespace flashattn {
+
+namespace {
+
+constexpr int64_t kWorkspaceAlignment = 256;  // bytes: full cache lines for vector loads and TMA
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Blocks of `block` rows in all sequences. The packed lengths are on the device: each sequence can
+// leave one block partly filled, so this is the bound, and blocks past the last one return at once.
+int64_t count_blocks(const Problem& problem, int64_t rows, int block) {
+  return problem.packed ? rows / block + problem.batch : problem.batch * ceil_div(rows, block);
+}
+
+Plan unsupported(Plan plan, const char* reason) {
+  plan.supported = false;
+  plan.unsupported_reason = reason;
+  return plan;
+}
+
+// The checks that both passes share; `plan` has kernel and smem_bytes.
+Plan check_support(Plan plan, const Problem& problem, const Device& device) {
+  if (plan.head_dims_index == kNoHeadDims) {
+    return unsupported(plan, "head dims above 256 have no kernel");
+  }
+  if (device.arch == Arch::kCpu) return plan;
+  if (problem.dtype == DType::kFloat32) {
+    return unsupported(
+        plan, "float32 has no CUDA kernel: cast to bfloat16 or float16, or run on the CPU");
+  }
+  if (device.compute_capability < 80) {
+    return unsupported(plan, "the CUDA kernels need compute capability 8.0 or newer");
+  }
+  if (plan.smem_bytes > device.smem_per_block) {
+    return unsupported(plan,
+                       "the tile for these head dims needs more shared memory than this GPU gives "
+                       "a block: use smaller head dims or another GPU");
+  }
+  return plan;
+}
+
+BackwardWorkspace make_workspace(const Plan& plan, const Problem& problem) {
+  const int64_t row_stats = problem.heads_q * problem.rows_q();
+  BackwardWorkspace workspace;
+  int64_t end = 0;
+  auto take = [&end](int64_t elements) {  // all of them are 4 bytes each
+    int64_t begin = end;
+    end = round_up(end + 4 * elements, kWorkspaceAlignment);
+    return begin;
+  };
+  workspace.dq_accum = take(problem.need_dq ? row_stats * plan.accum_headdim : 0);
+  workspace.dq_turn = take(problem.heads_q * plan.dq_turns_per_head);
+  workspace.zeroed_bytes = end;
+  workspace.lse_log2 = take(row_stats);
+  workspace.delta = take(row_stats);
+  workspace.bytes = end;
+  return workspace;
+}
+
+}  // namespace
+
+const char* kernel_name(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::kForwardCpu:
+      return "forward_cpu";
+    case Kernel::kBackwardCpu:
+      return "backward_cpu";
+    case Kernel::kForwardSm80:
+      return "forward_sm80";
+    case Kernel::kBackwardSm80:
+      return "backward_sm80";
+  }
+  return "unknown";
+}
+
+int64_t dq_turns_per_head(const Problem& problem, int block_m) {
+  // Packed: sequence b's blocks start at begin / block_m + b; the 1 is for the last partial block.
+  if (problem.packed) return problem.seqlen_q / block_m + problem.batch + 1;
+  return problem.batch * ceil_div(problem.seqlen_q, block_m);
+}
+
+Plan make_forward_plan(const Problem& problem, const Device& device) {
+  Plan plan;
+  plan.kernel = device.arch == Arch::kCpu ? Kernel::kForwardCpu : Kernel::kForwardSm80;
+  plan.head_dims_index = head_dims_index(problem.headdim, problem.headdim_v);
+  if (plan.kernel == Kernel::kForwardCpu) {
+    plan.block_m = kCpuForwardTile.block_m;
+    plan.block_n = kCpuForwardTile.block_n;
+  } else if (plan.head_dims_index != kNoHeadDims) {
+    const HeadDims dims = kHeadDims[plan.head_dims_index];
+    const ForwardTile tile = sm80_forward_tile(dims.qk);
+    plan.block_m = tile.block_m;
+    plan.block_n = tile.block_n;
+    plan.warps = tile.warps;
+    plan.stages = tile.stages;
+    plan.smem_bytes = sm80_forward_smem_bytes(dims);
+  }
+  plan = check_support(plan, problem, device);
+  if (!plan.supported) return plan;
+  plan.grid = count_blocks(problem, problem.seqlen_q, plan.block_m) * problem.heads_q;
+  return plan;
+}
+
+Plan make_backward_plan(const Problem& problem, const Device& device) {
+  Plan plan;
+  plan.kernel = device.arch == Arch::kCpu ? Kernel::kBackwardCpu : Kernel::kBackwardSm80;
+  plan.head_dims_index = head_dims_index(problem.headdim, problem.headdim_v);
+  if (plan.kernel == Kernel::kBackwardCpu) {
+    plan.block_m = kCpuBackwardTile.block_m;
+    plan.block_n = kCpuBackwardTile.block_n;
+  } else if (plan.head_dims_index != kNoHeadDims) {
+    const HeadDims dims = kHeadDims[plan.head_dims_index];
+    const BackwardTile tile = sm80_backward_tile(dims.qk);
+    plan.block_m = tile.block_m;
+    plan.block_n = tile.block_n;
+    plan.warps = tile.warps;
+    plan.stages = tile.stages;
+    plan.smem_bytes = sm80_backward_smem_bytes(dims);
+    plan.accum_headdim = dims.qk;
+    if (problem.deterministic && problem.need_dq) {
+      plan.dq_turns_per_head = dq_turns_per_head(problem, tile.block_m);
+    }
+  }
+  plan = check_support(plan, problem, device);
+  if (!plan.supported) return plan;
+  plan.grid = count_blocks(problem, problem.seqlen_k, plan.block_n) * problem.heads_k;
+  if (plan.kernel == Kernel::kBackwardSm80) plan.workspace = make_workspace(plan, problem);
+  return plan;
+}
+
+}  // namespace flashattn

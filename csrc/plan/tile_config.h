@@ -1,0 +1,74 @@
+// THE place of tile sizes: per architecture, pass and head dims. Pure constants, read by the
+// planner (to size grids and workspace) and by instances/ (to instantiate kernels).
+#pragma once
+
+#include <cstdint>
+
+namespace flashattn {
+
+// A kernel is compiled for these (q/k, v) head dims; a problem takes the first that holds it, the
+// columns beyond are zero in shared memory and are not stored.
+struct HeadDims {
+  int qk, v;
+};
+constexpr HeadDims kHeadDims[] = {{64, 64},   {96, 96},   {128, 128},
+                                  {192, 128}, {192, 192}, {256, 256}};
+
+constexpr int kNoHeadDims = -1;
+constexpr int head_dims_index(int headdim, int headdim_v) {
+  int index = 0;
+  for (const HeadDims& dims : kHeadDims) {
+    if (headdim <= dims.qk && headdim_v <= dims.v) return index;
+    ++index;
+  }
+  return kNoHeadDims;
+}
+
+struct ForwardTile {
+  int block_m;  // queries a CTA
+  int block_n;  // keys a step
+  int warps;    // each owns block_m / warps queries
+  int stages;   // K/V buffers in shared memory
+};
+
+constexpr ForwardTile sm80_forward_tile(int headdim) {
+  if (headdim <= 64) return {128, 128, 4, 1};
+  if (headdim <= 128) return {128, 64, 4, 1};
+  return {128, 64, 8, 1};
+}
+
+// Q, and `stages` pairs of K and V, in 2-byte elements.
+constexpr int64_t sm80_forward_smem_bytes(HeadDims dims) {
+  ForwardTile tile = sm80_forward_tile(dims.qk);
+  return 2 * (int64_t{tile.block_m} * dims.qk +
+              int64_t{tile.stages} * tile.block_n * (dims.qk + dims.v));
+}
+
+struct BackwardTile {
+  int block_m;  // queries a step
+  int block_n;  // keys a CTA
+  int warps;
+  int stages;  // Q/dO buffers in shared memory
+};
+
+constexpr BackwardTile sm80_backward_tile(int headdim) {
+  if (headdim <= 64) return {64, 128, 4, 2};
+  if (headdim <= 128) return {64, 128, 8, 2};
+  return {64, 64, 8, 1};
+}
+
+// K and V, `stages` pairs of Q and dO, P and dS, in 2-byte elements.
+constexpr int64_t sm80_backward_smem_bytes(HeadDims dims) {
+  BackwardTile tile = sm80_backward_tile(dims.qk);
+  return 2 * ((int64_t{tile.block_n} + int64_t{tile.stages} * tile.block_m) * (dims.qk + dims.v) +
+              int64_t{2} * tile.block_m * tile.block_n);
+}
+
+// CPU: rows and keys a block, the same for every head dim.
+struct CpuTile {
+  int block_m, block_n;
+};
+constexpr CpuTile kCpuForwardTile = {64, 256};
+constexpr CpuTile kCpuBackwardTile = {64, 256};
+
+}  // namespace flashattn
