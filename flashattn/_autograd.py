@@ -1,0 +1,166 @@
+"""Attention as a differentiable function: from checked tensors to torch.ops.flashattn and back.
+
+The gradients are those of FlashAttention-2 (Dao 2023), Algorithm 2, with the gradient of lse added:
+delta = rowsum(dout * out) - dlse. Scores are computed again from q, k and lse, nothing of size
+seqlen_q x seqlen_k is saved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flashattn import _ops
+
+_functorch_active = torch._C._are_functorch_transforms_active
+
+SECOND_ORDER = (
+    "flashattn has no second derivative: its backward was called with create_graph=True, or inside "
+    "another derivative. Use flashattn.reference.attention where one is needed."
+)
+FORWARD_MODE = (
+    "flashattn has no forward-mode derivative (jvp). Use reverse mode (torch.func.vjp, grad), or "
+    "flashattn.reference.attention."
+)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    """(out, lse) of checked arguments, by the cheapest way that keeps the gradients.
+
+    rest: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left,
+    window_right, deterministic.
+    """
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if torch.compiler.is_compiling():
+        apply = FlashAttention.apply
+    elif _functorch_active() or forward_ad._current_level >= 0:
+        apply, needs_grad = FlashAttention.apply, True
+    else:
+        apply = _apply
+    return apply(q, k, v, *rest) if needs_grad else _ops.forward(q, k, v, *rest[:-1])
+
+
+class FlashAttention(torch.autograd.Function):
+    """attention() with its backward; the same arguments."""
+
+    @staticmethod
+    def forward(*args):
+        return _ops.forward(*args[:-1])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        *tensors, softmax_scale, window_left, window_right, deterministic = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.options = (softmax_scale, window_left, window_right)
+        ctx.deterministic = deterministic
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        in_transform = _functorch_active()
+        # torch.func differentiates with create_graph on; there FlashAttentionBackward refuses.
+        if torch.is_grad_enabled() and not in_transform and not torch.compiler.is_compiling():
+            raise NotImplementedError(SECOND_ORDER)
+        no_grads = (None,) * 8
+        if dout is None and dlse is None:
+            return None, None, None, *no_grads
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        needs_dq, needs_dk, needs_dv = ctx.needs_input_grad[:3]
+        run = FlashAttentionBackward.apply if in_transform else _ops.backward
+        dq, dk, dv = run(
+            dout,
+            dlse,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k,
+            *ctx.options,
+            ctx.deterministic or torch.are_deterministic_algorithms_enabled(),
+            needs_dq,
+            needs_dk or needs_dv,
+        )
+        return (
+            dq if needs_dq else None,
+            dk if needs_dk else None,
+            dv if needs_dv else None,
+            *no_grads,
+        )
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(FORWARD_MODE)
+
+    @staticmethod
+    def vmap(info, in_dims, q, k, v, *rest):
+        tensors, options = (q, k, v, *rest[:4]), rest[4:]
+        run = _over_batch if q.dim() - (in_dims[0] is not None) == 4 else _one_by_one
+        return run(FlashAttention.apply, info.batch_size, in_dims[:7], tensors, options)
+
+
+class FlashAttentionBackward(torch.autograd.Function):
+    """The backward as a function of its own, so that torch.func's transforms reach it."""
+
+    @staticmethod
+    def forward(*args):
+        return _ops.backward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(SECOND_ORDER)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(FORWARD_MODE)
+
+    @staticmethod
+    def vmap(info, in_dims, dout, *rest):
+        tensors, options = (dout, *rest[:10]), rest[10:]
+        run = _over_batch if dout.dim() - (in_dims[0] is not None) == 4 else _one_by_one
+        return run(FlashAttentionBackward.apply, info.batch_size, in_dims[:11], tensors, options)
+
+
+# Equal to FlashAttention.apply outside of torch.func and torch.compile. Function.apply inspects the
+# signature of forward() at every call, which would be a third of the host time.
+_apply = super(torch.autograd.Function, FlashAttention).apply
+
+
+def _over_batch(apply, size: int, in_dims, tensors, options):
+    """vmap of the fixed-length layout: the mapped dimension becomes a part of the batch."""
+
+    def fold(x: Tensor | None, dim: int | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        return x.flatten(0, 1)
+
+    def unfold(x: Tensor) -> Tensor:
+        # A gradient that is not needed comes as an empty vector.
+        return x.expand(size, 0) if x.dim() == 1 else x.unflatten(0, (size, -1))
+
+    results = apply(*map(fold, tensors, in_dims), *options)
+    return tuple(map(unfold, results)), (0,) * len(results)
+
+
+def _one_by_one(apply, size: int, in_dims, tensors, options):
+    """vmap of the packed layout, whose rows have no batch to grow: one call for each element."""
+
+    def element(x: Tensor | None, dim: int | None, index: int) -> Tensor | None:
+        return x if x is None or dim is None else x.select(dim, index)
+
+    results = [
+        apply(*(element(x, dim, index) for x, dim in zip(tensors, in_dims, strict=True)), *options)
+        for index in range(size)
+    ]
+    return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
