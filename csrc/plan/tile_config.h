@@ -32,9 +32,10 @@ struct ForwardTile {
 };
 
 constexpr ForwardTile sm80_forward_tile(int headdim) {
-  if (headdim <= 64) return {128, 128, 4, 1};
-  if (headdim <= 128) return {128, 64, 4, 1};
-  return {128, 64, 8, 1};
+  if (headdim <= 64) return {128, 128, 4, 2};
+  if (headdim <= 96) return {128, 64, 4, 2};
+  if (headdim <= 128) return {128, 64, 4, 2};
+  return {64, 64, 4, 1};
 }
 
 // Q, and `stages` pairs of K and V, in 2-byte elements.
@@ -68,7 +69,7 @@ constexpr int64_t sm80_backward_smem_bytes(HeadDims dims) {
 struct CpuTile {
   int block_m, block_n;
 };
-constexpr CpuTile kCpuForwardTile = {64, 256};
-constexpr CpuTile kCpuBackwardTile = {64, 256};
+constexpr CpuTile kCpuForwardTile = {192, 128};
+constexpr CpuTile kCpuBackwardTile = {64, 128};
 
 }  // namespace flashattn
