@@ -42,9 +42,9 @@ Plan check_support(Plan plan, const Problem& problem, const Device& device) {
   return plan;
 }
 
-BackwardWorkspace make_workspace(const Plan& plan, const Problem& problem) {
+WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
   const int64_t row_stats = problem.heads_q * problem.rows_q();
-  BackwardWorkspace workspace;
+  WorkspaceLayout workspace;
   int64_t end = 0;
   auto take = [&end](int64_t elements) {  // all of them are 4 bytes each
     int64_t begin = end;

@@ -59,7 +59,7 @@ const char* kernel_name(Kernel kernel);
 
 // Byte offsets into the one workspace buffer of the CUDA backward. What must start at zero comes
 // first: the bytes [0, zeroed_bytes).
-struct BackwardWorkspace {
+struct WorkspaceLayout {
   int64_t dq_accum = 0;  // without need_dq: of size 0
   int64_t dq_turn = 0;   // unless deterministic: of size 0
   int64_t lse_log2 = 0;
@@ -76,7 +76,7 @@ struct Plan {
   int64_t smem_bytes = 0;         // a CTA
   int accum_headdim = 0;          // columns of dq_accum
   int64_t dq_turns_per_head = 0;  // see dq_turns_per_head()
-  BackwardWorkspace workspace;
+  WorkspaceLayout workspace;
   bool supported = true;
   const char* unsupported_reason = nullptr;
 };

@@ -160,8 +160,8 @@ void bind_device(py::module_& module) {
 }
 
 void bind_plan(py::module_& module) {
-  using Workspace = BackwardWorkspace;
-  py::class_<Workspace>(module, "BackwardWorkspace")
+  using Workspace = WorkspaceLayout;
+  py::class_<Workspace>(module, "WorkspaceLayout")
       .def_readonly("dq_accum", &Workspace::dq_accum)
       .def_readonly("dq_turn", &Workspace::dq_turn)
       .def_readonly("lse_log2", &Workspace::lse_log2)

@@ -1,0 +1,106 @@
+#include "dispatch/dispatch.h"
+
+#include <array>
+#include <stdexcept>
+#include <utility>
+
+#ifdef FLASHATTN_WITH_CUDA
+#include "host/cuda_device.h"
+#endif
+
+namespace flashattn {
+
+#ifdef FLASHATTN_WITH_CUDA
+
+namespace {
+
+using ForwardLauncher = void (*)(const ForwardParams&, void*);
+using BackwardLauncher = void (*)(const BackwardParams&, void*);
+
+constexpr size_t kHeadDimsCount = std::size(kHeadDims);
+using HeadDimsSequence = std::make_index_sequence<kHeadDimsCount>;
+
+// One launcher for each entry of kHeadDims, in its order.
+template <DType kType, size_t... kIndex>
+constexpr std::array<ForwardLauncher, kHeadDimsCount> forward_launchers(
+    std::index_sequence<kIndex...>) {
+  return {&run_forward_sm80<kType, kHeadDims[kIndex].qk, kHeadDims[kIndex].v>...};
+}
+
+template <DType kType, size_t... kIndex>
+constexpr std::array<BackwardLauncher, kHeadDimsCount> backward_launchers(
+    std::index_sequence<kIndex...>) {
+  return {&run_backward_sm80<kType, kHeadDims[kIndex].qk, kHeadDims[kIndex].v>...};
+}
+
+template <DType kType>
+void forward_cuda(const Plan& plan, const ForwardParams& params, void* stream) {
+  static constexpr auto launchers = forward_launchers<kType>(HeadDimsSequence());
+  launchers[static_cast<size_t>(plan.head_dims_index)](params, stream);
+}
+
+template <DType kType>
+void backward_cuda(const Plan& plan, const BackwardParams& params, void* stream) {
+  static constexpr auto launchers = backward_launchers<kType>(HeadDimsSequence());
+  run_backward_preprocess<kType>(params, stream);
+  launchers[static_cast<size_t>(plan.head_dims_index)](params, stream);
+  if (params.dq.data != nullptr) {
+    run_backward_postprocess<kType>(params, plan.accum_headdim, stream);
+  }
+}
+
+void place_workspace(const Plan& plan, BackwardParams& params, void* workspace) {
+  char* base = static_cast<char*>(workspace);
+  if (params.dq.data != nullptr) {
+    params.dq_accum = reinterpret_cast<float*>(base + plan.workspace.dq_accum);
+  }
+  if (plan.dq_turns_per_head > 0) {
+    params.dq_turn = reinterpret_cast<int32_t*>(base + plan.workspace.dq_turn);
+    params.dq_turns_per_head = plan.dq_turns_per_head;
+  }
+  params.lse_log2 = reinterpret_cast<float*>(base + plan.workspace.lse_log2);
+  params.delta = reinterpret_cast<float*>(base + plan.workspace.delta);
+}
+
+}  // namespace
+
+#endif  // FLASHATTN_WITH_CUDA
+
+const Device& device_of([[maybe_unused]] const Executor& executor) {
+#ifdef FLASHATTN_WITH_CUDA
+  if (executor.cuda) return cuda_device(executor.device_index);
+#endif
+  static const Device& cpu = *device_by_name("cpu");
+  return cpu;
+}
+
+void run_forward(const Plan& plan, const ForwardParams& params, const Executor& executor) {
+  if (!plan.supported) throw std::runtime_error(plan.unsupported_reason);
+  if (plan.kernel == Kernel::kForwardCpu) return run_forward_cpu(params, executor.parallel);
+#ifdef FLASHATTN_WITH_CUDA
+  set_cuda_device(executor.device_index);
+  if (params.shape.dtype == DType::kFloat16) {
+    forward_cuda<DType::kFloat16>(plan, params, executor.stream);
+  } else {
+    forward_cuda<DType::kBFloat16>(plan, params, executor.stream);
+  }
+#endif
+}
+
+void run_backward(const Plan& plan, BackwardParams params, [[maybe_unused]] void* workspace,
+                  const Executor& executor) {
+  if (!plan.supported) throw std::runtime_error(plan.unsupported_reason);
+  if (plan.kernel == Kernel::kBackwardCpu) return run_backward_cpu(params, executor.parallel);
+#ifdef FLASHATTN_WITH_CUDA
+  set_cuda_device(executor.device_index);
+  place_workspace(plan, params, workspace);
+  zero_async(workspace, plan.workspace.zeroed_bytes, executor.stream);
+  if (params.shape.dtype == DType::kFloat16) {
+    backward_cuda<DType::kFloat16>(plan, params, executor.stream);
+  } else {
+    backward_cuda<DType::kBFloat16>(plan, params, executor.stream);
+  }
+#endif
+}
+
+}  // namespace flashattn

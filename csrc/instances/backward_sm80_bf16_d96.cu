@@ -1,0 +1,7 @@
+#include "kernels/backward_sm80.cuh"
+
+namespace flashattn {
+
+template void run_backward_sm80<DType::kBFloat16, 96, 96>(const BackwardParams&, void*);
+
+}  // namespace flashattn

@@ -1,0 +1,7 @@
+#include "kernels/forward_sm80.cuh"
+
+namespace flashattn {
+
+template void run_forward_sm80<DType::kFloat16, 96, 96>(const ForwardParams&, void*);
+
+}  // namespace flashattn

@@ -1,0 +1,96 @@
+#include "ops/inputs.h"
+#include "ops/ops.h"
+
+namespace flashattn {
+
+namespace {
+
+// What the forward gave and what came back for it.
+struct Outputs {
+  Tensor dout, out, lse;
+  std::optional<Tensor> dlse;
+};
+
+Outputs check_outputs(const Tensor& dout, const Tensor& out, const Tensor& lse,
+                      const std::optional<Tensor>& dlse, const View& q, const ProblemShape& shape) {
+  Outputs outputs = {with_unit_last_stride(dout), with_unit_last_stride(out),
+                     with_unit_last_stride(lse), std::nullopt};
+  check_tensor("dout", view(outputs.dout), out_sizes(q, shape), q.dtype, q);
+  check_tensor("out", view(outputs.out), out_sizes(q, shape), q.dtype, q);
+  const int32_t float32 = aoti_torch_dtype_float32();
+  check_tensor("lse", view(outputs.lse), lse_sizes(q, shape), float32, q);
+  if (dlse.has_value()) {
+    outputs.dlse = with_unit_last_stride(*dlse);
+    check_tensor("dlse", view(*outputs.dlse), lse_sizes(q, shape), float32, q);
+  }
+  return outputs;
+}
+
+// A gradient like `input`; zero where `zeroed`. Of shape (0,) when it isn't needed.
+Tensor make_gradient(const View& input, bool needed, bool zeroed) {
+  if (!needed) return empty({1, {0}}, input.dtype, input);
+  Tensor gradient = empty(sizes_of(input), input.dtype, input);
+  if (zeroed) fill(gradient, 0);
+  return gradient;
+}
+
+Tensor make_workspace(const Plan& plan, const View& like) {
+  const int64_t floats = plan.workspace.bytes / static_cast<int64_t>(sizeof(float));
+  return empty({1, {floats}}, aoti_torch_dtype_float32(), like);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> backward(
+    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& out, const Tensor& lse,
+    const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
+    const std::optional<Tensor>& seqused_q, const std::optional<Tensor>& seqused_k,
+    double softmax_scale, int64_t window_left, int64_t window_right, bool deterministic,
+    bool need_dq, bool need_dkv) {
+  const Inputs inputs =
+      with_unit_last_strides({q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                              softmax_scale, window_left, window_right});
+  const View query = view(inputs.q), key = view(inputs.k), value = view(inputs.v);
+  BackwardParams params;
+  params.shape = check_inputs(inputs);
+  const Outputs outputs = check_outputs(dout, out, lse, dlse, query, params.shape);
+
+  std::optional<DeviceGuard> guard;
+  if (query.is_cuda()) guard.emplace(query.device_index);
+  const bool nothing = nothing_to_attend(params.shape);
+  const bool zero_dq = nothing || has_rows_outside(params.shape.seqlens_q);
+  const bool zero_dkv = nothing || has_rows_outside(params.shape.seqlens_k);
+  Tensor dq = make_gradient(query, need_dq, zero_dq);
+  Tensor dk = make_gradient(key, need_dkv, zero_dkv);
+  Tensor dv = make_gradient(value, need_dkv, zero_dkv);
+  if (nothing || !(need_dq || need_dkv)) return {dq, dk, dv};
+
+  params.q = const_tensor(query);
+  params.k = const_tensor(key);
+  params.v = const_tensor(value);
+  params.out = const_tensor(view(outputs.out));
+  params.dout = const_tensor(view(outputs.dout));
+  params.lse = row_stats(outputs.lse);
+  if (outputs.dlse.has_value()) params.dlse = row_stats(*outputs.dlse);
+  if (need_dq) params.dq = mutable_tensor(dq);
+  if (need_dkv) {
+    params.dk = mutable_tensor(dk);
+    params.dv = mutable_tensor(dv);
+  }
+
+  const Executor executor = make_executor(query);
+  Problem problem =
+      make_problem(params.shape, {params.q, params.k, params.v, params.out, params.dout});
+  problem.deterministic = deterministic;
+  problem.need_dq = need_dq;
+  problem.need_dkv = need_dkv;
+  params.rows = problem.rows_q();
+  const Plan plan = make_backward_plan(problem, device_of(executor));
+  std::optional<Tensor> workspace;
+  if (plan.workspace.bytes > 0) workspace = make_workspace(plan, query);
+  run_backward(plan, params, workspace ? workspace->mutable_data_ptr() : nullptr, executor);
+  return {dq, dk, dv};
+}
+
+}  // namespace flashattn

@@ -1,0 +1,159 @@
+"""Builds flashattn/_C.so (the operators, on LibTorch's stable ABI) and flashattn._plan (pybind11).
+
+Read from the environment: FLASHATTN_BUILD (auto: CUDA where nvcc is; cpu; cuda),
+FLASHATTN_CUDA_ARCHS (default "80+PTX;90a"), FLASHATTN_WERROR=1 (warnings are errors), MAX_JOBS
+(default: a compiler for each core, as memory allows), CXX, CUDA_HOME.
+
+torch's BuildExtension isn't used: it refuses a CUDA other than torch's own, and a torch without
+CUDA, though neither matters to a library on the stable ABI with a static CUDA runtime.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+PLAN = ["plan/device.cpp", "plan/plan.cpp", "plan/report.cpp"]
+OPS = ["ops/library.cpp", "ops/forward.cpp", "ops/backward.cpp", "ops/inputs.cpp"]
+OPS += ["ops/build_info.cpp", "dispatch/dispatch.cpp"]
+CPU = ["kernels/forward_cpu.cpp", "kernels/backward_cpu.cpp", "instances/cpu_baseline.cpp"]
+CPU += ["instances/cpu_avx2.cpp", "instances/cpu_avx512.cpp", "kernels/cpu_kernels.cpp"]
+CUDA = ["host/cuda_device.cpp", "instances/backward_rows.cu"]
+for dtype in ("fp16", "bf16"):
+    for dims in ("d64", "d96", "d128", "d192_128", "d192", "d256"):
+        CUDA += [f"instances/{name}_sm80_{dtype}_{dims}.cu" for name in ("forward", "backward")]
+
+STRICT = os.environ.get("FLASHATTN_WERROR") == "1"
+CXX = [os.environ.get("CXX", "g++"), "-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden"]
+CXX += ["-Icsrc", "-Wall", "-Wextra", *(["-Werror"] if STRICT else [])]
+NVCC = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", "-Icsrc"]
+NVCC += ["-Xcompiler=-fPIC,-fvisibility=hidden", *(["-Werror=all-warnings"] if STRICT else [])]
+GIB_PER_JOB = 2
+
+
+def find_nvcc():
+    """The path of nvcc; None for a build without CUDA, which says so."""
+    wanted = os.environ.get("FLASHATTN_BUILD", "auto")
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise SystemExit(f"FLASHATTN_BUILD must be auto, cpu or cuda, got {wanted!r}")
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
+    if wanted == "cuda" and nvcc is None:
+        raise SystemExit("FLASHATTN_BUILD=cuda needs nvcc: set CUDA_HOME or put nvcc on PATH")
+    if wanted == "auto" and nvcc is None:
+        print("flashattn: no nvcc found, so this build is for the CPU alone", file=sys.stderr)
+    return None if wanted == "cpu" else nvcc
+
+
+def cuda_archs():
+    """FLASHATTN_CUDA_ARCHS as a list, and as flags of nvcc."""
+    archs = re.split(r"[;,\s]+", os.environ.get("FLASHATTN_CUDA_ARCHS", "80+PTX;90a").strip())
+    flags = []
+    for arch in archs:
+        match = re.fullmatch(r"(\d+)(a|\+PTX)?", arch)
+        if not match or int(match[1]) < 80:
+            raise SystemExit(
+                'FLASHATTN_CUDA_ARCHS must list architectures from 80 on, like "80+PTX;90a" '
+                f"(a: for that one alone; +PTX: for newer ones too), got {arch!r}"
+            )
+        name = arch.removesuffix("+PTX")
+        code = f"[sm_{name},compute_{name}]" if arch.endswith("+PTX") else f"sm_{name}"
+        flags.append(f"-gencode=arch=compute_{name},code={code}")
+    return archs, flags
+
+
+def operator_flags(version, nvcc):
+    """Flags for C++, for CUDA and for the linker."""
+    import torch  # here, so that metadata needs no torch
+
+    root = Path(torch.__file__).parent
+    archs, gencode = cuda_archs() if nvcc else ([], [])
+    cuda_version, cxx = "", [f"-isystem{root}/include", "-DUSE_CUDA", "-DTORCH_STABLE_ONLY"]
+    link = [f"-L{root}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
+    if nvcc:
+        home = Path(nvcc).resolve().parent.parent
+        text = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True)
+        cuda_version = re.search(r"release (\S+),", text.stdout)[1]
+        cxx += [f"-isystem{home}/include", "-DFLASHATTN_WITH_CUDA"]
+        link += [f"-L{home}/lib64", "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
+        link += ["-Wl,--exclude-libs,ALL"]  # keeps this runtime apart from torch's
+    cxx += ["-DTORCH_TARGET_VERSION=0x020a000000000000", f'-DFLASHATTN_VERSION="{version}"']
+    cxx += [f'-DFLASHATTN_CUDA_VERSION="{cuda_version}"']
+    cxx += [f'-DFLASHATTN_CUDA_ARCHS="{";".join(archs)}"']
+    return cxx, gencode, link
+
+
+def compile_one(command, target):
+    """Runs `command`, unless it made `target` from files that have not changed since."""
+    record, depfile = target.with_suffix(".cmd"), target.with_suffix(".d")
+    line = shlex.join(command)
+    try:
+        inputs = depfile.read_text().replace("\\\n", " ").split()[1:]
+        newest = max(os.stat(path).st_mtime for path in inputs)
+        if record.read_text() == line and newest <= target.stat().st_mtime:
+            return
+    except OSError:
+        pass  # not built before, or a header is gone
+    target.parent.mkdir(parents=True, exist_ok=True)
+    print(line, flush=True)
+    subprocess.run(command, check=True)
+    record.write_text(line)
+
+
+def job_count():
+    cores = len(os.sched_getaffinity(0))
+    kib = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+    return int(os.environ.get("MAX_JOBS") or max(1, min(cores, kib // (GIB_PER_JOB << 20))))
+
+
+class Build(build_ext):
+    def get_ext_filename(self, fullname):
+        if fullname.endswith("_C"):  # knows no Python: one file for all versions
+            return fullname.replace(".", os.sep) + ".so"
+        return super().get_ext_filename(fullname)
+
+    def build_extension(self, ext):
+        if ext.name == "flashattn._C":
+            nvcc = find_nvcc()
+            cxx, gencode, link = operator_flags(self.distribution.get_version(), nvcc)
+        else:
+            import pybind11
+
+            nvcc, gencode, link = None, [], []
+            cxx = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11.get_include()}"]
+        compilers = {".cpp": [*CXX, *cxx], ".cu": [nvcc, *NVCC, *gencode]}
+        steps = []
+        for source in ext.sources:
+            if nvcc or source.removeprefix("csrc/") not in CUDA:
+                target = Path(self.build_temp, ext.name, source).with_suffix(".o")
+                make = compilers[Path(source).suffix] + ["-MD", "-MF", target.with_suffix(".d")]
+                steps.append(([str(x) for x in [*make, "-c", source, "-o", target]], target))
+        with ThreadPoolExecutor(job_count()) as pool:
+            jobs = [pool.submit(compile_one, *step) for step in steps]
+            try:
+                for job in jobs:
+                    job.result()
+            except subprocess.CalledProcessError as error:
+                pool.shutdown(cancel_futures=True)
+                raise SystemExit(f"flashattn: this failed: {shlex.join(error.cmd)}") from None
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        objects = [str(target) for _, target in steps]
+        subprocess.run([CXX[0], "-shared", "-o", library, *objects, *link], check=True)
+
+
+setup(
+    ext_modules=[
+        Extension("flashattn._C", [f"csrc/{name}" for name in OPS + PLAN + CPU + CUDA]),
+        Extension("flashattn._plan", [f"csrc/{n}" for n in ["python/plan_module.cpp", *PLAN]]),
+    ],
+    cmdclass={"build_ext": Build},
+)
