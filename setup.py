@@ -15,11 +15,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, str(Path(__file__).parent / "tools"))
+from compile_objects import compile_objects
 
 PLAN = ["plan/device.cpp", "plan/plan.cpp", "plan/report.cpp"]
 OPS = ["ops/library.cpp", "ops/forward.cpp", "ops/backward.cpp", "ops/inputs.cpp"]
@@ -32,11 +34,16 @@ for dtype in ("fp16", "bf16"):
         CUDA += [f"instances/{name}_sm80_{dtype}_{dims}.cu" for name in ("forward", "backward")]
 
 STRICT = os.environ.get("FLASHATTN_WERROR") == "1"
-CXX = [os.environ.get("CXX", "g++"), "-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden"]
+CXX = [
+    *shlex.split(os.environ.get("CXX", "g++")),
+    "-O3",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+]
 CXX += ["-Icsrc", "-Wall", "-Wextra", *(["-Werror"] if STRICT else [])]
 NVCC = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", "-Icsrc"]
 NVCC += ["-Xcompiler=-fPIC,-fvisibility=hidden", *(["-Werror=all-warnings"] if STRICT else [])]
-GIB_PER_JOB = 2
 
 
 def find_nvcc():
@@ -74,6 +81,8 @@ def operator_flags(version, nvcc):
     """Flags for C++, for CUDA and for the linker."""
     import torch  # here, so that metadata needs no torch
 
+    if tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 10):
+        raise SystemExit(f"flashattn needs torch 2.10 or newer, found {torch.__version__}")
     root = Path(torch.__file__).parent
     archs, gencode = cuda_archs() if nvcc else ([], [])
     cuda_version, cxx = "", [f"-isystem{root}/include", "-DUSE_CUDA", "-DTORCH_STABLE_ONLY"]
@@ -89,29 +98,6 @@ def operator_flags(version, nvcc):
     cxx += [f'-DFLASHATTN_CUDA_VERSION="{cuda_version}"']
     cxx += [f'-DFLASHATTN_CUDA_ARCHS="{";".join(archs)}"']
     return cxx, gencode, link
-
-
-def compile_one(command, target):
-    """Runs `command`, unless it made `target` from files that have not changed since."""
-    record, depfile = target.with_suffix(".cmd"), target.with_suffix(".d")
-    line = shlex.join(command)
-    try:
-        inputs = depfile.read_text().replace("\\\n", " ").split()[1:]
-        newest = max(os.stat(path).st_mtime for path in inputs)
-        if record.read_text() == line and newest <= target.stat().st_mtime:
-            return
-    except OSError:
-        pass  # not built before, or a header is gone
-    target.parent.mkdir(parents=True, exist_ok=True)
-    print(line, flush=True)
-    subprocess.run(command, check=True)
-    record.write_text(line)
-
-
-def job_count():
-    cores = len(os.sched_getaffinity(0))
-    kib = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
-    return int(os.environ.get("MAX_JOBS") or max(1, min(cores, kib // (GIB_PER_JOB << 20))))
 
 
 class Build(build_ext):
@@ -130,24 +116,11 @@ class Build(build_ext):
             nvcc, gencode, link = None, [], []
             cxx = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11.get_include()}"]
         compilers = {".cpp": [*CXX, *cxx], ".cu": [nvcc, *NVCC, *gencode]}
-        steps = []
-        for source in ext.sources:
-            if nvcc or source.removeprefix("csrc/") not in CUDA:
-                target = Path(self.build_temp, ext.name, source).with_suffix(".o")
-                make = compilers[Path(source).suffix] + ["-MD", "-MF", target.with_suffix(".d")]
-                steps.append(([str(x) for x in [*make, "-c", source, "-o", target]], target))
-        with ThreadPoolExecutor(job_count()) as pool:
-            jobs = [pool.submit(compile_one, *step) for step in steps]
-            try:
-                for job in jobs:
-                    job.result()
-            except subprocess.CalledProcessError as error:
-                pool.shutdown(cancel_futures=True)
-                raise SystemExit(f"flashattn: this failed: {shlex.join(error.cmd)}") from None
+        sources = [path for path in ext.sources if nvcc or path.removeprefix("csrc/") not in CUDA]
+        objects = compile_objects(sources, Path(self.build_temp, ext.name), compilers)
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        objects = [str(target) for _, target in steps]
-        subprocess.run([CXX[0], "-shared", "-o", library, *objects, *link], check=True)
+        subprocess.run([*CXX, "-shared", "-o", library, *objects, *link], check=True)
 
 
 setup(
