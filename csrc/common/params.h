@@ -81,7 +81,7 @@ struct BackwardParams {
   float* dq_accum = nullptr;   // (heads_q, rows, headdim rounded up to the tile's), zeroed before
   float* lse_log2 = nullptr;   // (heads_q, rows): lse * log2(e), +inf for a row that sees nothing
   float* delta = nullptr;      // (heads_q, rows): <dout, out> - dlse
-  int32_t* dq_turn = nullptr;  // deterministic only, zeroed: (heads_q, dq_turns_per_head)
+  int32_t* dq_turn = nullptr;  // deterministic only, zeroed: (heads_q, dq_turns_per_head, warps)
   int64_t dq_turns_per_head = 0;  // plan.h has the numbering of query blocks
   int64_t rows = 0;
 };

@@ -52,7 +52,7 @@ WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
     return begin;
   };
   workspace.dq_accum = take(problem.need_dq ? row_stats * plan.accum_headdim : 0);
-  workspace.dq_turn = take(problem.heads_q * plan.dq_turns_per_head);
+  workspace.dq_turn = take(problem.heads_q * plan.dq_turns_per_head * plan.warps);
   workspace.zeroed_bytes = end;
   workspace.lse_log2 = take(row_stats);
   workspace.delta = take(row_stats);

@@ -55,14 +55,19 @@ struct BackwardTile {
 constexpr BackwardTile sm80_backward_tile(int headdim) {
   if (headdim <= 64) return {64, 128, 4, 2};
   if (headdim <= 128) return {64, 128, 8, 2};
-  return {64, 64, 8, 1};
+  return {64, 64, 8, 2};
 }
 
-// K and V, `stages` pairs of Q and dO, P and dS, in 2-byte elements.
+// Above, a warp can't hold dK and dV of its keys: P^T passes through shared memory.
+constexpr bool sm80_backward_p_in_registers(int headdim) { return headdim <= 128; }
+
+// K and V; `stages` times Q, dO and two fp32 statistics a row; P^T; two buffers of dS^T.
 constexpr int64_t sm80_backward_smem_bytes(HeadDims dims) {
   BackwardTile tile = sm80_backward_tile(dims.qk);
-  return 2 * ((int64_t{tile.block_n} + int64_t{tile.stages} * tile.block_m) * (dims.qk + dims.v) +
-              int64_t{2} * tile.block_m * tile.block_n);
+  int64_t scores = 2 * tile.block_m * tile.block_n;
+  int64_t stage = 2 * tile.block_m * (dims.qk + dims.v) + 2 * 4 * tile.block_m;
+  return 2 * tile.block_n * (dims.qk + dims.v) + tile.stages * stage +
+         (sm80_backward_p_in_registers(dims.qk) ? 2 : 3) * scores;
 }
 
 // CPU: rows and keys a block, the same for every head dim.

@@ -1,0 +1,38 @@
+// Every kernel's launcher: all that dispatch sees of kernels/. `stream` is a cudaStream_t, given as
+// void* so that a build without CUDA compiles this too.
+#pragma once
+
+#include <cstdint>
+
+#include "common/params.h"
+
+namespace flashattn {
+
+// Runs body(context, begin, end) over [0, n) in pieces, on the caller's threads.
+struct ParallelFor {
+  using Body = void (*)(void* context, int64_t begin, int64_t end);
+  void (*run)(int64_t n, Body body, void* context) = nullptr;
+  int threads = 1;
+};
+
+void run_forward_cpu(const ForwardParams& params, const ParallelFor& parallel);
+
+// Needs no workspace from the caller: dq_accum, lse_log2, delta and dq_turn are not read.
+void run_backward_cpu(const BackwardParams& params, const ParallelFor& parallel);
+
+template <DType kType, int kHeadDim, int kHeadDimV>
+void run_forward_sm80(const ForwardParams& params, void* stream);
+
+// Fills lse_log2 and delta.
+template <DType kType>
+void run_backward_preprocess(const BackwardParams& params, void* stream);
+
+// Adds into dq_accum (in the column order of tile/dq_accum.cuh), writes dk and dv.
+template <DType kType, int kHeadDim, int kHeadDimV>
+void run_backward_sm80(const BackwardParams& params, void* stream);
+
+// dq = softmax_scale * dq_accum, in dq's dtype and column order.
+template <DType kType>
+void run_backward_postprocess(const BackwardParams& params, int accum_headdim, void* stream);
+
+}  // namespace flashattn

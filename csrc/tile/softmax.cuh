@@ -1,0 +1,121 @@
+// Online softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1), for accumulators
+// with queries as rows. The only place that guards -inf.
+//
+// Probabilities are kept relative to a reference, not to the running maximum itself: exp2 stays in
+// range as long as no score is more than kSlackLog2 octaves above it, so the output is rescaled
+// only when one is. Each row decides for itself: its bits don't depend on its neighbours.
+#pragma once
+
+#include "ptx/sm80.cuh"
+
+namespace flashattn::tile {
+
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+template <int MT>
+struct OnlineSoftmax {
+  static constexpr float kSlackLog2 = 8.f;
+
+  float reference[MT][2];  // of rows g and g + 8, in units of the raw score; -inf: no key yet
+  float sum[MT][2];        // this lane's part of the row's sum
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      reference[m][0] = reference[m][1] = -kInfinity;
+      sum[m][0] = sum[m][1] = 0.f;
+    }
+  }
+
+  // Scores become probabilities, relative to the reference; `out` follows the reference.
+  template <int NT, int OT>
+  __device__ __forceinline__ void step(float (&scores)[MT][NT][4], float (&out)[MT][OT][4],
+                                       float scale_log2) {
+    float alpha[MT][2];
+    bool moved = false;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = scores[m][0][2 * half];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          highest = fmaxf(highest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+        }
+        highest = quad_max(highest);
+        float old = reference[m][half];
+        bool above = (highest - old) * scale_log2 > kSlackLog2;
+        if (above) reference[m][half] = highest;
+        alpha[m][half] = above ? ptx::exp2_approx((old - highest) * scale_log2) : 1.f;
+        moved |= above;
+      }
+    if (__any_sync(~0u, moved)) rescale(out, alpha);
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float offset = guarded_reference(m, half) * scale_log2;
+        float total = 0.f;
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            scores[m][n][e] = ptx::exp2_approx(fmaf(scores[m][n][e], scale_log2, -offset));
+            total += scores[m][n][e];
+          }
+        sum[m][half] += total;
+      }
+  }
+
+  // Divides `out` by the row sums and returns the rows' lse (natural log), of use in lane t = 0.
+  template <int OT>
+  __device__ __forceinline__ void finish(float (&out)[MT][OT][4], float (&lse)[MT][2],
+                                         float scale) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float total = quad_sum(sum[m][half]);
+        float inverse = total == 0.f ? 0.f : 1.f / total;
+        lse[m][half] = total == 0.f ? -kInfinity : guarded_reference(m, half) * scale + logf(total);
+#pragma unroll
+        for (int n = 0; n < OT; ++n) {
+          out[m][n][2 * half] *= inverse;
+          out[m][n][2 * half + 1] *= inverse;
+        }
+      }
+  }
+
+ private:
+  // -inf - -inf is NaN: a row without a visible key is taken relative to 0.
+  __device__ __forceinline__ float guarded_reference(int m, int half) const {
+    return reference[m][half] == -kInfinity ? 0.f : reference[m][half];
+  }
+
+  template <int OT>
+  __device__ __forceinline__ void rescale(float (&out)[MT][OT][4], const float (&alpha)[MT][2]) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      sum[m][0] *= alpha[m][0];
+      sum[m][1] *= alpha[m][1];
+#pragma unroll
+      for (int n = 0; n < OT; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[m][n][e] *= alpha[m][e / 2];
+    }
+  }
+};
+
+}  // namespace flashattn::tile
