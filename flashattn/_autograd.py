@@ -19,6 +19,10 @@ SECOND_ORDER = (
     "flashattn has no second derivative: its backward was called with create_graph=True, or inside "
     "another derivative. Use flashattn.reference.attention where one is needed."
 )
+IN_COMPILED_TRANSFORM = (
+    "flashattn runs inside torch.func's transforms (grad, vmap, ...) in eager code only, not in "
+    "compiled code: use torch.autograd.grad there."
+)
 FORWARD_MODE = (
     "flashattn has no forward-mode derivative (jvp). Use reverse mode (torch.func.vjp, grad), or "
     "flashattn.reference.attention."
@@ -31,14 +35,27 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
     rest: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left,
     window_right, deterministic.
     """
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if _functorch_active() or forward_ad._current_level >= 0:
+        return _in_transform(q, k, v, *rest)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        apply = FlashAttention.apply if torch.compiler.is_compiling() else _apply
+        return apply(q, k, v, *rest)
+    return _ops.forward(q, k, v, *rest[:-1])
+
+
+def _in_transform(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
-        apply = FlashAttention.apply
-    elif _functorch_active() or forward_ad._current_level >= 0:
-        apply, needs_grad = FlashAttention.apply, True
-    else:
-        apply = _apply
-    return apply(q, k, v, *rest) if needs_grad else _ops.forward(q, k, v, *rest[:-1])
+        # The compiler takes tensors inside a transform for ones without grad: it would drop their
+        # gradients, in frames that it leaves to eager code too.
+        torch._check_not_implemented(False, lambda: IN_COMPILED_TRANSFORM)
+    # A jvp method could say this too, but torch.compile refuses every Function that has one.
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v))):
+        raise NotImplementedError(FORWARD_MODE)
+    return FlashAttention.apply(q, k, v, *rest)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 class FlashAttention(torch.autograd.Function):
@@ -95,10 +112,6 @@ class FlashAttention(torch.autograd.Function):
         )
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(FORWARD_MODE)
-
-    @staticmethod
     def vmap(info, in_dims, q, k, v, *rest):
         tensors, options = (q, k, v, *rest[:4]), rest[4:]
         run = _over_batch if q.dim() - (in_dims[0] is not None) == 4 else _one_by_one
@@ -121,10 +134,6 @@ class FlashAttentionBackward(torch.autograd.Function):
         raise NotImplementedError(SECOND_ORDER)
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(FORWARD_MODE)
-
-    @staticmethod
     def vmap(info, in_dims, dout, *rest):
         tensors, options = (dout, *rest[:10]), rest[10:]
         run = _over_batch if dout.dim() - (in_dims[0] is not None) == 4 else _one_by_one
@@ -132,7 +141,7 @@ class FlashAttentionBackward(torch.autograd.Function):
 
 
 # Equal to FlashAttention.apply outside of torch.func and torch.compile. Function.apply inspects the
-# signature of forward() at every call, which would be a third of the host time.
+# signature of forward() at every call, which takes longer than all the rest.
 _apply = super(torch.autograd.Function, FlashAttention).apply
 
 

@@ -18,7 +18,7 @@ from flashattn import _ops
 
 MAX_HEADDIM = 256
 MAX_WINDOW = 2**30  # csrc/common/mask.h keeps bounds below this; no sequence is longer
-_WHOLE_NUMBERS = (numbers.Integral, torch.SymInt, Tensor)
+_WHOLE_NUMBERS = (numbers.Integral, torch.SymInt)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -57,7 +57,7 @@ def window_bounds(window_size: Sequence[int | None], causal: bool) -> tuple[int,
 def _bound(bound: int | None, window_size: Sequence[int | None]) -> int:
     if bound is None:
         return -1
-    if isinstance(bound, float) and not bound.is_integer() or isinstance(bound, (str, bytes)):
+    if not isinstance(bound, _WHOLE_NUMBERS):
         raise TypeError(f"window_size: needs whole numbers or None, got {window_size!r}")
     bound = int(bound)
     if bound < -1:
@@ -188,7 +188,7 @@ def _seqused(name: str, value: Tensor, batch: int, q: Tensor) -> None:
 def max_seqlens(max_seqlen_q: int | Tensor | None, max_seqlen_k: int | Tensor | None) -> None:
     """Hints: whole numbers, tensors or None."""
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if value is not None and not isinstance(value, _WHOLE_NUMBERS):
+        if value is not None and not isinstance(value, (*_WHOLE_NUMBERS, Tensor)):
             raise TypeError(
                 f"{name}: needs a whole number, a tensor or None, got {type(value).__name__}"
             )

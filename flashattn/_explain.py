@@ -155,10 +155,11 @@ def explain(
     )
 
 
-def build_info() -> dict[str, str]:
-    """What was built: "version", "compiler", "cuda" (the toolkit's version) and "archs" (GPU
-    architectures, "80+PTX;90a"); the last two are empty in a build without CUDA."""
-    return dict(_ops.build_info)
+def build_info() -> str:
+    """One line on what was built: version, CUDA architectures (or none), compiler."""
+    info = _ops.build_info
+    cuda = f"CUDA {info['cuda']} for {info['archs']}" if _ops.has_cuda else "CPU only, without CUDA"
+    return f"flashattn {info['version']}: {cuda}; compiler {info['compiler']}"
 
 
 def _pass(plan: _plan.Plan, problem: _plan.Problem, device: _plan.Device, copies) -> Pass:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
 _enabled = False
@@ -50,7 +52,7 @@ def check_lengths(
 ) -> None:
     """The integers of one side, "q" or "k", whose tensors have `rows` rows."""
     offsets = cu_seqlens.tolist()
-    lengths = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
+    lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens_{side}: needs to start at 0, got {offsets[0]}")
     for b, length in enumerate(lengths):

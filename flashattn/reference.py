@@ -67,13 +67,13 @@ def attention(
         softmax_scale = q.shape[-1] ** -0.5
     if isolate_pairs is None:
         isolate_pairs = not all(bool(x.isfinite().all()) for x in (q, k, v))
-    options = dict(
-        softmax_scale=softmax_scale,
-        window=_window(window_size, causal),
-        softcap=softcap,
-        learnable_sink=learnable_sink,
-        isolate_pairs=isolate_pairs,
-    )
+    options = {
+        "softmax_scale": softmax_scale,
+        "window": _window(window_size, causal),
+        "softcap": softcap,
+        "learnable_sink": learnable_sink,
+        "isolate_pairs": isolate_pairs,
+    }
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         if attn_mask is not None or dropout_keep is not None:
             raise ValueError("attn_mask and dropout_keep need the fixed-length layout")
