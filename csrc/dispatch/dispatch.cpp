@@ -1,7 +1,9 @@
 #include "dispatch/dispatch.h"
 
 #include <array>
+#include <mutex>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #ifdef FLASHATTN_WITH_CUDA
@@ -47,6 +49,30 @@ void backward_cuda(const Plan& plan, const BackwardParams& params, void* stream)
   if (params.dq.data != nullptr) {
     run_backward_postprocess<kType>(params, plan.accum_headdim, stream);
   }
+}
+
+Device read_device(int index) {
+  const CudaProperties gpu = read_cuda_properties(index);
+  if (!kernel_image_available(FLASHATTN_CUDA_ARCHS, gpu.compute_capability)) {
+    throw std::runtime_error("flashattn was built for the architectures " FLASHATTN_CUDA_ARCHS
+                             " and has no kernel for " +
+                             gpu.name + ", which is " + std::to_string(gpu.compute_capability));
+  }
+  return {.name = gpu.name,
+          .arch = arch_of(gpu.compute_capability),
+          .compute_capability = gpu.compute_capability,
+          .sm_count = gpu.sm_count,
+          .smem_per_block = gpu.smem_per_block,
+          .smem_per_sm = gpu.smem_per_sm};
+}
+
+const Device& cuda_device(int index) {
+  constexpr size_t kMaxDevices = 64;
+  static std::array<std::once_flag, kMaxDevices> once;
+  static std::array<Device, kMaxDevices> devices;
+  const size_t slot = static_cast<size_t>(index);
+  std::call_once(once.at(slot), [&] { devices[slot] = read_device(index); });
+  return devices[slot];
 }
 
 void place_workspace(const Plan& plan, BackwardParams& params, void* workspace) {

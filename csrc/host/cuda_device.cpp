@@ -2,52 +2,18 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
-#include <memory>
-#include <mutex>
-#include <stdexcept>
-
 #include "host/cuda_check.h"
 
 namespace flashattn {
 
-namespace {
-
-int attribute(cudaDeviceAttr name, int index) {
-  int value = 0;
-  FLASHATTN_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, index));
-  return value;
-}
-
-Device read_device(int index) {
+CudaProperties read_cuda_properties(int index) {
   cudaDeviceProp properties;
   FLASHATTN_CUDA_CHECK(cudaGetDeviceProperties(&properties, index));
-  Device device;
-  device.name = properties.name;
-  device.compute_capability = 10 * properties.major + properties.minor;
-  device.arch = arch_of(device.compute_capability);
-  device.sm_count = properties.multiProcessorCount;
-  device.smem_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-  device.smem_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
-  if (!kernel_image_available(FLASHATTN_CUDA_ARCHS, device.compute_capability)) {
-    throw std::runtime_error("flashattn was built for the architectures " FLASHATTN_CUDA_ARCHS
-                             " and has no kernel for " +
-                             device.name + " of compute capability " +
-                             std::to_string(properties.major) + "." +
-                             std::to_string(properties.minor));
-  }
-  return device;
-}
-
-}  // namespace
-
-const Device& cuda_device(int index) {
-  constexpr size_t kMaxDevices = 64;
-  static std::array<std::once_flag, kMaxDevices> once;
-  static std::array<Device, kMaxDevices> devices;
-  const size_t slot = static_cast<size_t>(index);
-  std::call_once(once.at(slot), [&] { devices[slot] = read_device(index); });
-  return devices[slot];
+  return {.name = properties.name,
+          .compute_capability = 10 * properties.major + properties.minor,
+          .sm_count = properties.multiProcessorCount,
+          .smem_per_block = static_cast<int64_t>(properties.sharedMemPerBlockOptin),
+          .smem_per_sm = static_cast<int64_t>(properties.sharedMemPerMultiprocessor)};
 }
 
 void set_cuda_device(int index) {

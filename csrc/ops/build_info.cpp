@@ -21,7 +21,7 @@ std::string build_info() {
   };
   add("version", FLASHATTN_VERSION);
   add("cuda", FLASHATTN_CUDA_VERSION);
-  add("cuda_archs", FLASHATTN_CUDA_ARCHS);
+  add("archs", FLASHATTN_CUDA_ARCHS);
   add("cpu_isas", kCpuIsas);
   add("compiler", __VERSION__);
   return json + "\n}";
