@@ -47,7 +47,7 @@ def _in_transform(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tenso
     if torch.compiler.is_compiling():
         # The compiler takes tensors inside a transform for ones without grad: it would drop their
         # gradients, in frames that it leaves to eager code too.
-        torch._check_not_implemented(False, lambda: IN_COMPILED_TRANSFORM)
+        torch._check(False, lambda: IN_COMPILED_TRANSFORM)
     # A jvp method could say this too, but torch.compile refuses every Function that has one.
     if forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v))):
         raise NotImplementedError(FORWARD_MODE)
@@ -75,9 +75,10 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        in_transform = _functorch_active()
-        # torch.func differentiates with create_graph on; there FlashAttentionBackward refuses.
-        if torch.is_grad_enabled() and not in_transform and not torch.compiler.is_compiling():
+        # torch.func has contexts of its own, and always differentiates with create_graph on: there
+        # FlashAttentionBackward refuses, if it is differentiated at all.
+        in_transform = not (torch.compiler.is_compiling() or isinstance(ctx, _Context))
+        if torch.is_grad_enabled() and isinstance(ctx, _Context):
             raise NotImplementedError(SECOND_ORDER)
         no_grads = (None,) * 8
         if dout is None and dlse is None:
@@ -139,6 +140,8 @@ class FlashAttentionBackward(torch.autograd.Function):
         run = _over_batch if dout.dim() - (in_dims[0] is not None) == 4 else _one_by_one
         return run(FlashAttentionBackward.apply, info.batch_size, in_dims[:11], tensors, options)
 
+
+_Context = FlashAttention._backward_cls
 
 # Equal to FlashAttention.apply outside of torch.func and torch.compile. Function.apply inspects the
 # signature of forward() at every call, which takes longer than all the rest.

@@ -264,10 +264,9 @@ def _explain_shapes(named: dict[str, Tensor], layout: dict[str, str]) -> None:
         raise ValueError(f"k: needs the batch size of q, {q[0]}, got {k[0]}")
     if q[-1] != k[-1]:
         raise ValueError(f"k: needs the head dimension of q, {q[-1]}, got {k[-1]}")
-    for name, shape in (("q", q), ("k", k)):
-        if shape[-2] == 0:
-            raise ValueError(f"{name}: needs at least one head, got shape {shape}")
-    if q[-2] % k[-2] != 0:
+    if q[-2] == 0:
+        raise ValueError(f"q: needs at least one head, got shape {q}")
+    if k[-2] == 0 or q[-2] % k[-2] != 0:
         raise ValueError(
             f"k: needs a number of heads that divides the {q[-2]} heads of q, got {k[-2]}"
         )
