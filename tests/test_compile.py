@@ -2,10 +2,17 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from cases import DTYPES, attend, call, fixed, make_inputs, packed
 from tolerance import same_bits
 
 import flashattn
+
+# torch's compiler does what torch deprecates: it instantiates autograd.Function, it uses torch.jit.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
 
 PROBLEMS = [
     fixed(2, 30, 40, heads=4, heads_k=2, headdim=64, headdim_v=32),

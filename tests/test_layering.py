@@ -20,7 +20,7 @@ MAY_INCLUDE = {
     "kernels": ("common", "host", "ptx", "tile", "plan/tile_config.h"),
     "instances": ("common", "kernels", "plan/tile_config.h"),
     "dispatch": ("common", "host", "plan", "kernels/kernels.h"),
-    "ops": ("common", "dispatch", "plan", "kernels/kernels.h", "host/cuda_device.h"),
+    "ops": ("common", "dispatch", "plan", "kernels/kernels.h"),
     "python": ("common", "plan"),
 }
 
@@ -90,7 +90,8 @@ def test_kernels_are_in_kernels_alone():
     for path in sources(CSRC):
         if path.parent.name != "kernels":
             assert "__global__" not in code(path), f"{path.relative_to(ROOT)} has a kernel"
-            assert "<<<" not in code(path), f"{path.relative_to(ROOT)} launches a kernel"
+        if path != CSRC / "host" / "launch.cuh":
+            assert "<<<" not in code(path), f"{path.relative_to(ROOT)} launches unchecked"
 
 
 def test_infinity_is_the_real_one():

@@ -94,7 +94,7 @@ def test_causal_and_the_windows_that_equal_it(device, dtype):
     ids=str,
 )
 def test_rows_that_see_nothing(problem, empty, device, dtype):
-    got = check_problem(problem, make_inputs(problem, device, dtype))
+    got = check_problem(problem, make_inputs(problem, device, dtype), any_rows=True)
     assert (got.lse[..., empty] == -INF).all()
     assert torch.isfinite(got.lse[..., empty.stop :]).all()
     assert (got.out[:, empty] == 0).all()
@@ -105,7 +105,7 @@ def test_one_key_and_many_queries(device, dtype):
     """Bottom right: the last query of each sequence sees the key, the others see nothing."""
     problem = packed((76, 34, 146), (1, 1, 1), causal=True, heads=1, headdim=32, values="3")
     inputs = make_inputs(problem, device, dtype)
-    got = check_problem(problem, inputs)
+    got = check_problem(problem, inputs, any_rows=True)
     last = torch.tensor([75, 109, 255], device=device)
     assert torch.equal(got.dv, inputs.dout[last])
     assert torch.equal(got.out[last], inputs.v)

@@ -51,7 +51,7 @@ def by_loops(q, k, v, scale, softcap, window, slopes, mask, sink):
                         row[d] += weight * float(v[b, j, kv_head, d])
                 if total > 0:
                     lse[b, h, i] = math.log(total)
-                    out[b, i, h] = torch.tensor(row) / total
+                    out[b, i, h] = torch.tensor(row, dtype=torch.float64) / total
     return out, lse
 
 

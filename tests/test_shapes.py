@@ -18,8 +18,8 @@ HEADDIMS = (
 )
 
 
-def run(problem, device, dtype):
-    check_problem(problem, make_inputs(problem, device, dtype))
+def run(problem, device, dtype, any_rows=False):
+    check_problem(problem, make_inputs(problem, device, dtype), any_rows=any_rows)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -73,9 +73,10 @@ def test_heads_read_their_own_group(device, dtype):
 @pytest.mark.parametrize("seqlen", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 255, 257])
 def test_lengths_around_tiles(seqlen, device, dtype):
     for causal in (False, True):
-        run(fixed(1, seqlen, headdim=64, causal=causal, heads=1), device, dtype)
-        run(fixed(1, seqlen, 131, headdim=128, causal=causal, heads=1), device, dtype)
-        run(fixed(1, 131, seqlen, headdim=32, causal=causal, heads=1), device, dtype)
+        few = seqlen < 15
+        run(fixed(1, seqlen, headdim=64, causal=causal, heads=1), device, dtype, few)
+        run(fixed(1, seqlen, 131, headdim=128, causal=causal, heads=1), device, dtype, few)
+        run(fixed(1, 131, seqlen, headdim=32, causal=causal, heads=1), device, dtype, few)
 
 
 EMPTY = [

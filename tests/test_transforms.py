@@ -98,6 +98,7 @@ def test_vmap_of_packed(device, dtype):
         same_bits("out", x, run(q))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp's own
 def test_forward_mode_is_refused(qkv):
     tangents = tuple(map(torch.ones_like, qkv))
     with pytest.raises(NotImplementedError, match="jvp"):

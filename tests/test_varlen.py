@@ -26,13 +26,15 @@ def test_padded_slots(device, dtype):
     [
         packed((130, 70), causal=True),
         packed((3,), (7,), heads=16, headdim=192, causal=True),
-        packed((1, 300, 2), (300, 1, 2), causal=True, headdim=128),
+        packed((1, 300, 20), (300, 1, 20), causal=True, headdim=128),
         packed((64, 64, 64), (1, 2, 3), window=(0, 0)),
     ],
     ids=str,
 )
 def test_unequal_lengths(problem, device, dtype):
-    check_problem(problem, make_inputs(problem, device, dtype))
+    check_problem(
+        problem, make_inputs(problem, device, dtype), any_rows=min(problem.seqlens_k) < 15
+    )
 
 
 def test_packed_equals_fixed(device, dtype):

@@ -23,11 +23,12 @@ def same_nonfinite(name, got, exact):
         )
 
 
-def check(name, got, exact, eager, noise=0.0):
+def check(name, got, exact, eager, noise=0.0, floor=0.0):
     """`got` against fp64 `exact`, allowed what `eager` (the formula in got's dtype) errs by.
 
     Where exact and eager both are within `noise` of zero, all that is left is the fp32 rounding of
-    terms that cancel (one visible key: dq = dk = 0), and that is allowed."""
+    terms that cancel (one visible key: dq = dk = 0), and that is allowed. `floor` is allowed on
+    top: for problems in which some rows are of that kind and others are not."""
     assert got.shape == exact.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(exact.shape)}"
     same_nonfinite(name, got, exact)
     finite = torch.isfinite(exact)
@@ -45,27 +46,28 @@ def check(name, got, exact, eager, noise=0.0):
     step = info.eps * wanted.abs() + info.smallest_normal * info.eps
     rms, eager_rms = (float(e.square().mean().sqrt()) for e in (error, eager_error))
     if got.dtype == torch.float32:
-        allowed = 2 * eager_rms
+        allowed = 2 * eager_rms + floor
         if error.numel() < RMS_MIN_ELEMENTS:
             allowed += float(step.max())
         assert rms <= allowed, f"{name}: RMS error {rms:.3e}, eager's {eager_rms:.3e}"
         return
-    over = error - 2 * eager_error.max() - step
+    over = error - 2 * eager_error.max() - step - floor
     assert over.max() <= 0, (
         f"{name}: max error {error.max():.3e}, eager's {eager_error.max():.3e}; "
         f"{int((over > 0).sum())} of {over.numel()} elements beyond 2x that and one rounding"
     )
     if error.numel() >= RMS_MIN_ELEMENTS:
-        assert rms <= eager_rms, f"{name}: RMS error {rms:.3e} is over eager's {eager_rms:.3e}"
+        allowed = eager_rms + floor
+        assert rms <= allowed, f"{name}: RMS error {rms:.3e} is over eager's {eager_rms:.3e}"
 
 
-def check_lse(got, exact):
+def check_lse(got, exact, noise=0.0):
     assert got.dtype == torch.float32
     assert got.shape == exact.shape
     same_nonfinite("lse", got, exact)
     finite = torch.isfinite(exact)
     error = (got.double() - exact)[finite].abs()
-    allowed = (LSE_RELATIVE * exact[finite].abs()).clamp(min=LSE_ABSOLUTE)
+    allowed = (LSE_RELATIVE * exact[finite].abs()).clamp(min=max(LSE_ABSOLUTE, noise))
     if error.numel():
         assert (error <= allowed).all(), f"lse: max error {error.max():.3e}"
 
@@ -74,30 +76,47 @@ def cancellation_noise(problem, inputs):
     """fp32 rounding of dP - delta, carried into dq and dk: what is left of an exact zero."""
     if not (inputs.q.numel() and inputs.k.numel()):
         return 0.0
-    scale = problem.softmax_scale
-    scale = problem.headdim**-0.5 if scale is None else abs(scale)
     dout, v = (x.double().norm(dim=-1).max() for x in (inputs.dout, inputs.v))
     largest = max(inputs.q.abs().max(), inputs.k.abs().max())
-    return 16 * torch.finfo(torch.float32).eps * scale * float(dout * v * largest)
+    return 16 * torch.finfo(torch.float32).eps * _scale(problem) * float(dout * v * largest)
 
 
-def check_result(got, exact, eager, noise=0.0):
-    check_lse(got.lse, exact.lse)
+def score_noise(problem, inputs):
+    """fp32 rounding of q.k: more than LSE_ABSOLUTE where large terms cancel to a small score."""
+    if not (inputs.q.numel() and inputs.k.numel()):
+        return 0.0
+    q, k = (x.double().norm(dim=-1).max() for x in (inputs.q, inputs.k))
+    return 4 * torch.finfo(torch.float32).eps * _scale(problem) * float(q * k)
+
+
+def _scale(problem):
+    return problem.headdim**-0.5 if problem.softmax_scale is None else abs(problem.softmax_scale)
+
+
+def check_result(got, exact, eager, noise=0.0, lse_noise=0.0, floor=0.0):
+    check_lse(got.lse, exact.lse, lse_noise)
     triples = zip(got.items(), exact.items(), eager.items(), strict=True)
     for (name, tensor), (_, wanted), (_, rough) in triples:
         if name != "lse":
-            check(name, tensor, wanted, rough, noise if name in ("dq", "dk") else 0.0)
+            cancels = name in ("dq", "dk")
+            spread = floor if name != "out" else 0.0
+            check(name, tensor, wanted, rough, noise * cancels, spread)
 
 
-def check_problem(problem, inputs, got=None, **parts):
+def check_problem(problem, inputs, got=None, *, any_rows=False, **parts):
     """Runs the problem (unless `got` is given) and judges everything that it returns.
 
-    `parts` are attend's and expected's: backward, dlse."""
+    `any_rows`: rows that see one key and rows that see many may be mixed, and keys may be seen by a
+    row or two alone. Then fp32's 2 x eager asks too much: terms cancel, and P = exp(s - lse) has
+    the rounding of an lse in fp32, which averages out over rows. `parts` are attend's and
+    expected's: backward, dlse."""
     if got is None:
         got = attend(problem, inputs, **parts)
     exact = expected(problem, inputs, **parts)
     eager = expected(problem, inputs, inputs.q.dtype, **parts)
-    check_result(got, exact, eager, cancellation_noise(problem, inputs))
+    noise = cancellation_noise(problem, inputs)
+    floor = noise if any_rows else 0.0
+    check_result(got, exact, eager, noise, score_noise(problem, inputs), floor)
     return got
 
 
