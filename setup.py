@@ -67,10 +67,8 @@ def cuda_archs():
     for arch in archs:
         match = re.fullmatch(r"(\d+)(a|\+PTX)?", arch)
         if not match or int(match[1]) < 80:
-            raise SystemExit(
-                'FLASHATTN_CUDA_ARCHS must list architectures from 80 on, like "80+PTX;90a" '
-                f"(a: for that one alone; +PTX: for newer ones too), got {arch!r}"
-            )
+            form = '"80+PTX;90a" (a: for that one alone; +PTX: for newer ones too)'
+            raise SystemExit(f"FLASHATTN_CUDA_ARCHS must list 80 or newer, like {form}: {arch!r}")
         name = arch.removesuffix("+PTX")
         code = f"[sm_{name},compute_{name}]" if arch.endswith("+PTX") else f"sm_{name}"
         flags.append(f"-gencode=arch=compute_{name},code={code}")
@@ -85,19 +83,18 @@ def operator_flags(version, nvcc):
         raise SystemExit(f"flashattn needs torch 2.10 or newer, found {torch.__version__}")
     root = Path(torch.__file__).parent
     archs, gencode = cuda_archs() if nvcc else ([], [])
-    cuda_version, cxx = "", [f"-isystem{root}/include", "-DUSE_CUDA", "-DTORCH_STABLE_ONLY"]
+    values = {"VERSION": version, "CUDA_ARCHS": ";".join(archs), "CUDA_VERSION": ""}
+    cxx = [f"-isystem{root}/include", "-DUSE_CUDA", "-DTORCH_STABLE_ONLY"]
+    cxx += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
     link = [f"-L{root}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
     if nvcc:
         home = Path(nvcc).resolve().parent.parent
-        text = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True)
-        cuda_version = re.search(r"release (\S+),", text.stdout)[1]
+        words = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True)
+        values["CUDA_VERSION"] = re.search(r"release (\S+),", words.stdout)[1]
         cxx += [f"-isystem{home}/include", "-DFLASHATTN_WITH_CUDA"]
         link += [f"-L{home}/lib64", "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
         link += ["-Wl,--exclude-libs,ALL"]  # keeps this runtime apart from torch's
-    cxx += ["-DTORCH_TARGET_VERSION=0x020a000000000000", f'-DFLASHATTN_VERSION="{version}"']
-    cxx += [f'-DFLASHATTN_CUDA_VERSION="{cuda_version}"']
-    cxx += [f'-DFLASHATTN_CUDA_ARCHS="{";".join(archs)}"']
-    return cxx, gencode, link
+    return cxx + [f'-DFLASHATTN_{name}="{text}"' for name, text in values.items()], gencode, link
 
 
 class Build(build_ext):
@@ -117,7 +114,7 @@ class Build(build_ext):
             cxx = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11.get_include()}"]
         compilers = {".cpp": [*CXX, *cxx], ".cu": [nvcc, *NVCC, *gencode]}
         sources = [path for path in ext.sources if nvcc or path.removeprefix("csrc/") not in CUDA]
-        objects = compile_objects(sources, Path(self.build_temp, ext.name), compilers)
+        objects = compile_objects(sources, Path("build/objects", ext.name), compilers)
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([*CXX, "-shared", "-o", library, *objects, *link], check=True)
