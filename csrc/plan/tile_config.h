@@ -75,6 +75,6 @@ struct CpuTile {
   int block_m, block_n;
 };
 constexpr CpuTile kCpuForwardTile = {192, 128};
-constexpr CpuTile kCpuBackwardTile = {64, 128};
+constexpr CpuTile kCpuBackwardTile = {64, 144};
 
 }  // namespace flashattn

@@ -1,0 +1,129 @@
+// Matrix products of one block, in registers: C is cut into tiles of kTileRows x kTileVecs vectors.
+// All matrices are row-major fp32 in scratch memory.
+#pragma once
+
+#include "kernels/cpu_convert.h"
+#include "kernels/cpu_vector.h"
+
+namespace flashattn::FLASHATTN_CPU_ISA {
+
+constexpr int kTileRows = FLASHATTN_CPU_TILE_ROWS;
+constexpr int kTileVecs = FLASHATTN_CPU_TILE_VECS;
+constexpr int kTileColumns = kTileVecs * kLanes;
+
+enum class LeftOperand { kPlain, kTransposed };  // stored (rows, depth), or (depth, rows)
+enum class Update { kSet, kAdd, kScaleAndAdd };  // C = AB, C += AB, C = C * column_scale + AB
+
+// Rows that scratch memory holds for blocks of `block` rows: fewer for short sequences.
+FLASHATTN_CPU_INLINE int capacity(const SeqLens& seqlens, int block) {
+  return seqlens.rows < block ? round_up(static_cast<int>(seqlens.rows), 16) : block;
+}
+
+struct Matrix {
+  float* data;
+  int stride;
+
+  FLASHATTN_CPU_INLINE float* at(int row, int column) const {
+    return data + static_cast<int64_t>(row) * stride + column;
+  }
+  FLASHATTN_CPU_INLINE Matrix from(int row, int column) const { return {at(row, column), stride}; }
+};
+
+template <LeftOperand kLeft, Update kUpdate, int kVecs>
+FLASHATTN_CPU_INLINE void multiply_tile(float* c, int c_stride, const float* a, int a_stride,
+                                        const float* b, int b_stride, int depth,
+                                        const float* column_scale) {
+  Vec sum[kTileRows][kVecs] = {};
+  for (int k = 0; k < depth; ++k, b += b_stride) {
+    Vec b_row[kVecs];
+    FLASHATTN_CPU_UNROLL
+    for (int j = 0; j < kVecs; ++j) b_row[j] = load(b + j * kLanes);
+    FLASHATTN_CPU_UNROLL
+    for (int i = 0; i < kTileRows; ++i) {
+      float a_ik = kLeft == LeftOperand::kPlain ? a[i * static_cast<int64_t>(a_stride)] : a[i];
+      FLASHATTN_CPU_UNROLL
+      for (int j = 0; j < kVecs; ++j) sum[i][j] += a_ik * b_row[j];
+    }
+    a += kLeft == LeftOperand::kPlain ? 1 : a_stride;
+  }
+  // The sum of this block is added to C last: shorter chains of roundings than starting from C.
+  FLASHATTN_CPU_UNROLL
+  for (int i = 0; i < kTileRows; ++i, c += c_stride) {
+    FLASHATTN_CPU_UNROLL
+    for (int j = 0; j < kVecs; ++j) {
+      float* to = c + j * kLanes;
+      if constexpr (kUpdate == Update::kAdd) sum[i][j] += load(to);
+      if constexpr (kUpdate == Update::kScaleAndAdd) {
+        sum[i][j] += load(to) * load(column_scale + j * kLanes);
+      }
+      store(to, sum[i][j]);
+    }
+  }
+}
+
+template <LeftOperand kLeft, Update kUpdate, int kVecs>
+void multiply_columns(Matrix c, Matrix a, Matrix b, int rows, int depth,
+                      const float* column_scale) {
+  for (int row = 0; row < rows; row += kTileRows) {
+    const float* a_rows = kLeft == LeftOperand::kPlain ? a.at(row, 0) : a.at(0, row);
+    multiply_tile<kLeft, kUpdate, kVecs>(c.at(row, 0), c.stride, a_rows, a.stride, b.data, b.stride,
+                                         depth, column_scale);
+  }
+}
+
+// C (rows, columns) from A (rows, depth) and B (depth, columns). `rows` is rounded up to kTileRows,
+// `columns` to kLanes: C, A and B have room there, and C's values there mean nothing.
+template <LeftOperand kLeft, Update kUpdate>
+void multiply(Matrix c, Matrix a, Matrix b, int rows, int columns, int depth,
+              const float* column_scale = nullptr) {
+  for (int column = 0; column < columns; column += kTileColumns) {
+    Matrix c_part = c.from(0, column), b_part = b.from(0, column);
+    const float* scale = column_scale == nullptr ? nullptr : column_scale + column;
+    int left = columns - column;
+    if (left > 2 * kLanes) {
+      multiply_columns<kLeft, kUpdate, 3>(c_part, a, b_part, rows, depth, scale);
+    } else if (left > kLanes) {
+      multiply_columns<kLeft, kUpdate, 2>(c_part, a, b_part, rows, depth, scale);
+    } else {
+      multiply_columns<kLeft, kUpdate, 1>(c_part, a, b_part, rows, depth, scale);
+    }
+  }
+}
+static_assert(kTileVecs == 3, "multiply() has a case for each number of vectors");
+
+inline bool all_finite(Matrix x, int rows, int columns) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  uint32_t found = 0;
+  for (int r = 0; r < rows; ++r) {
+    const float* row = x.at(r, 0);
+    for (int c = 0; c < columns; ++c) {
+      found |= (bit_cast<uint32_t>(row[c]) & kExponent) == kExponent ? 1u : 0u;
+    }
+  }
+  return found == 0;
+}
+
+// An element's address is data + i * row_stride + j * column_stride.
+struct StridedMatrix {
+  float* data;
+  int row_stride, column_stride;
+
+  FLASHATTN_CPU_INLINE float& operator()(int i, int j) const {
+    return data[static_cast<int64_t>(i) * row_stride + static_cast<int64_t>(j) * column_stride];
+  }
+};
+
+// C += AB over the terms with visible(row, k) alone: a hidden pair has weight 0, and 0 * Inf would
+// be NaN. Only for partly masked blocks whose B holds Inf or NaN.
+template <typename Visible>
+void multiply_visible(StridedMatrix c, StridedMatrix a, StridedMatrix b, int rows, int columns,
+                      int depth, Visible visible) {
+  for (int i = 0; i < rows; ++i) {
+    for (int k = 0; k < depth; ++k) {
+      if (!visible(i, k)) continue;
+      for (int j = 0; j < columns; ++j) c(i, j) += a(i, k) * b(k, j);
+    }
+  }
+}
+
+}  // namespace flashattn::FLASHATTN_CPU_ISA

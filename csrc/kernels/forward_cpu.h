@@ -1,0 +1,278 @@
+// Forward on the CPU: one task is a block of queries of one head, against the key blocks that they
+// see, with the online softmax. Scores are kept transposed (keys, queries): a query is a lane, so
+// that maxima, sums and masks need no step across lanes, and K and V are read as they lie.
+#pragma once
+
+#include "kernels/cpu_convert.h"
+#include "kernels/cpu_matmul.h"
+
+namespace flashattn::FLASHATTN_CPU_ISA {
+
+// Queries are taken in panels of one tile's width.
+constexpr int kPanel = kTileColumns;
+
+struct ForwardScratch {
+  static constexpr int kRows = kCpuForwardTile.block_m, kKeys = kCpuForwardTile.block_n;
+  static_assert(kRows % kPanel == 0);
+
+  Matrix k, v;          // (block_n, headdim), (block_n, headdim_v): unless they are packed
+  Matrix scores;        // (block_n, kPanel): scores, then probabilities
+  Matrix query_panels;  // (panels * headdim, kPanel): q transposed, with the sign of softmax_scale
+  Matrix out_panels;    // (panels * headdim_v, kPanel): not yet divided by row_sum
+  Matrix row_max;       // (panels, kPanel)
+  Matrix row_sum;       // (panels, kPanel)
+  Matrix correction;    // (1, kPanel): the factor of what was summed before this block
+  int headdim, headdim_v;  // rows a panel, whole tiles
+
+  static int64_t floats(const ProblemShape& shape) {
+    ForwardScratch scratch;
+    return scratch.place(nullptr, shape);
+  }
+
+  // Lays the matrices out in `memory`; returns the floats needed.
+  int64_t place(float* memory, const ProblemShape& shape) {
+    int keys = capacity(shape.seqlens_k, kKeys);
+    int panels = (capacity(shape.seqlens_q, kRows) + kPanel - 1) / kPanel;
+    headdim = round_up(shape.headdim, kTileRows);
+    headdim_v = round_up(shape.headdim_v, kTileRows);
+    int64_t used = 0;
+    auto take = [&](int rows, int stride) {
+      Matrix part = {memory + used, stride};
+      used += static_cast<int64_t>(rows) * stride;
+      return part;
+    };
+    k = take(keys, padded_stride(shape.headdim));
+    v = take(keys, padded_stride(shape.headdim_v));
+    scores = take(keys, kPanel);
+    query_panels = take(panels * headdim, kPanel);
+    out_panels = take(panels * headdim_v, kPanel);
+    row_max = take(panels, kPanel);
+    row_sum = take(panels, kPanel);
+    correction = take(1, kPanel);
+    return used;
+  }
+
+  Matrix query_panel(int panel) const { return query_panels.from(panel * headdim, 0); }
+  Matrix out_panel(int panel) const { return out_panels.from(panel * headdim_v, 0); }
+};
+
+// Scores that a query doesn't see become -inf. Rows of `scores` are the keys from `key_begin` on.
+inline void mask_scores(Matrix scores, int key_begin, int keys, const SequenceMask& mask,
+                        int row_begin) {
+  int32_t begin[kPanel], end[kPanel];
+  for (int i = 0; i < kPanel; ++i) {
+    KeyRange range = mask.visible_keys(row_begin + i);
+    begin[i] = range.begin;
+    end[i] = range.end;
+  }
+  for (int n = 0; n < keys; ++n) {
+    IntVec key = broadcast(key_begin + n);
+    FLASHATTN_CPU_UNROLL
+    for (int j = 0; j < kTileVecs; ++j) {
+      float* p = scores.at(n, j * kLanes);
+      IntVec visible = (key >= load(begin + j * kLanes)) & (key < load(end + j * kLanes));
+      store(p, visible ? load(p) : broadcast(-kInfinity));
+    }
+  }
+}
+
+// softmax_scale in two factors: q's is exact, the scores' is positive, so that their maximum can be
+// taken before it is applied (in one instruction with the subtraction).
+struct ScoreScale {
+  float sign, magnitude;
+
+  explicit ScoreScale(float scale)
+      : magnitude(scale == 0.f ? 1.f : (scale < 0.f ? -scale : scale)) {
+    sign = scale / magnitude;
+  }
+};
+
+// Scores become exp(scale * (score - maximum)); maximum and sum of the rows move on.
+inline void update_softmax(Matrix scores, int keys, float scale, float* row_max, float* row_sum,
+                           float* correction) {
+  Vec maximum[kTileVecs], reference[kTileVecs], sum[kTileVecs] = {};
+  FLASHATTN_CPU_UNROLL
+  for (int j = 0; j < kTileVecs; ++j) maximum[j] = load(row_max + j * kLanes);
+  for (int n = 0; n < keys; ++n) {
+    FLASHATTN_CPU_UNROLL
+    for (int j = 0; j < kTileVecs; ++j) {
+      maximum[j] = max_into(maximum[j], load(scores.at(n, j * kLanes)));
+    }
+  }
+  FLASHATTN_CPU_UNROLL
+  for (int j = 0; j < kTileVecs; ++j) {
+    // Of an infinite maximum take 0: exp(-inf) is 0 for a row without a key so far, exp(inf) makes
+    // lse inf and out NaN; the difference of infinities would be NaN in both.
+    reference[j] = maximum[j] - maximum[j] == 0.f ? maximum[j] * scale : Vec{};
+    store(correction + j * kLanes, exp(load(row_max + j * kLanes) * scale - reference[j]));
+    store(row_max + j * kLanes, maximum[j]);
+  }
+  for (int n = 0; n < keys; ++n) {
+    FLASHATTN_CPU_UNROLL
+    for (int j = 0; j < kTileVecs; ++j) {
+      float* p = scores.at(n, j * kLanes);
+      Vec probability = exp(load(p) * scale - reference[j]);
+      store(p, probability);
+      sum[j] += probability;
+    }
+  }
+  FLASHATTN_CPU_UNROLL
+  for (int j = 0; j < kTileVecs; ++j) {
+    float* p = row_sum + j * kLanes;
+    store(p, load(p) * load(correction + j * kLanes) + sum[j]);
+  }
+}
+
+template <typename T>
+class ForwardBlock {
+ public:
+  ForwardBlock(const ForwardParams& params, const ForwardWorkspace& workspace, int64_t batch,
+               int head, int row_begin, float* memory)
+      : params_(params),
+        workspace_(workspace),
+        shape_(params.shape),
+        batch_(batch),
+        head_(head),
+        head_k_(head / params.shape.heads_per_group()),
+        queries_(shape_.seqlens_q.sequence(batch)),
+        keys_(shape_.seqlens_k.sequence(batch)),
+        mask_{shape_.mask, queries_.length, keys_.length},
+        scale_(shape_.softmax_scale),
+        row_begin_(row_begin),
+        rows_(min(kCpuForwardTile.block_m, queries_.length - row_begin)) {
+    scratch_.place(memory, shape_);
+    k_ = scratch_.k;
+    v_ = scratch_.v;
+  }
+
+  void run() {
+    load_queries();
+    constexpr int kKeys = kCpuForwardTile.block_n;
+    BlockRange range = mask_.key_blocks(row_begin_, rows_, kKeys);
+    for (int block = range.begin; block < range.end; ++block) {
+      int key_begin = block * kKeys;
+      int keys = min(kKeys, keys_.length - key_begin);
+      load_keys(key_begin, keys);
+      bool partial = range.partial(block);
+      bool v_finite = !partial || all_finite(v_, keys, shape_.headdim_v);
+      for (int panel = 0; panel * kPanel < rows_; ++panel) {
+        attend(panel, key_begin, keys, partial, v_finite);
+      }
+    }
+    for (int panel = 0; panel * kPanel < rows_; ++panel) store_panel(panel);
+  }
+
+ private:
+  int panel_rows(int panel) const { return min(kPanel, rows_ - panel * kPanel); }
+
+  void load_queries() {
+    for (int panel = 0; panel * kPanel < rows_; ++panel) {
+      int64_t row = queries_.begin + row_begin_ + panel * kPanel;
+      Matrix to = scratch_.query_panel(panel);
+      if (panel_rows(panel) < kPanel) fill(to.data, shape_.headdim * kPanel, 0.f);
+      load_transposed(to.data, to.stride, row_pointer<T>(params_.q, batch_, row, head_),
+                      params_.q.stride.row, panel_rows(panel), shape_.headdim, scale_.sign);
+      fill(scratch_.out_panel(panel).data, shape_.headdim_v * kPanel, 0.f);
+      fill(scratch_.row_max.at(panel, 0), kPanel, -kInfinity);
+      fill(scratch_.row_sum.at(panel, 0), kPanel, 0.f);
+    }
+  }
+
+  void load_keys(int key_begin, int keys) {
+    int64_t row = keys_.begin + key_begin;
+    if (workspace_.k.data != nullptr) {
+      row = PackedRows::first_row(shape_.seqlens_k, batch_, keys_.begin) + key_begin;
+      k_ = {workspace_.k.at(head_k_, row), workspace_.k.stride};
+      v_ = {workspace_.v.at(head_k_, row), workspace_.v.stride};
+      return;
+    }
+    load_rows(k_.data, k_.stride, row_pointer<T>(params_.k, batch_, row, head_k_),
+              params_.k.stride.row, keys, shape_.headdim);
+    load_rows(v_.data, v_.stride, row_pointer<T>(params_.v, batch_, row, head_k_),
+              params_.v.stride.row, keys, shape_.headdim_v);
+  }
+
+  // One panel of queries against the key block.
+  void attend(int panel, int key_begin, int keys, bool partial, bool v_finite) {
+    int begin = 0, end = keys, row = row_begin_ + panel * kPanel;
+    bool masked = false;
+    if (partial) {
+      KeyRange first = mask_.visible_keys(row);
+      KeyRange last = mask_.visible_keys(row + panel_rows(panel) - 1);
+      begin = max(0, first.begin - key_begin);
+      end = min(keys, last.end - key_begin);
+      if (begin >= end) return;
+      masked = last.begin - key_begin > begin || first.end - key_begin < end;
+    }
+    keys = end - begin;
+    key_begin += begin;
+    Matrix k = k_.from(begin, 0), v = v_.from(begin, 0), scores = scratch_.scores;
+    Matrix out = scratch_.out_panel(panel);
+    float* correction = scratch_.correction.data;
+    multiply<LeftOperand::kPlain, Update::kSet>(scores, k, scratch_.query_panel(panel), keys,
+                                                kPanel, shape_.headdim);
+    if (masked) mask_scores(scores, key_begin, keys, mask_, row);
+    update_softmax(scores, keys, scale_.magnitude, scratch_.row_max.at(panel, 0),
+                   scratch_.row_sum.at(panel, 0), correction);
+    if (!masked || v_finite) {
+      multiply<LeftOperand::kTransposed, Update::kScaleAndAdd>(out, v, scores, shape_.headdim_v,
+                                                               kPanel, keys, correction);
+      return;
+    }
+    for (int d = 0; d < shape_.headdim_v; ++d) {
+      for (int i = 0; i < kPanel; ++i) *out.at(d, i) *= correction[i];
+    }
+    multiply_visible({out.data, 1, kPanel}, {scores.data, 1, kPanel}, {v.data, v.stride, 1},
+                     panel_rows(panel), shape_.headdim_v, keys,
+                     [&](int i, int n) { return mask_.visible(row + i, key_begin + n); });
+  }
+
+  void store_panel(int panel) {
+    int row = row_begin_ + panel * kPanel;
+    T* to = row_pointer<T>(params_.out, batch_, queries_.begin + row, head_);
+    float* lse = params_.lse.data + params_.lse.offset(batch_, head_, queries_.begin + row);
+    Matrix out = scratch_.out_panel(panel);
+    for (int i = 0; i < panel_rows(panel); ++i, to += params_.out.stride.row) {
+      float sum = *scratch_.row_sum.at(panel, i);
+      bool empty = sum == 0.f;
+      float maximum = *scratch_.row_max.at(panel, i) * scale_.magnitude;
+      lse[i] = empty ? -kInfinity : maximum + __builtin_logf(sum);
+      for (int d = 0; d < shape_.headdim_v; ++d) {
+        from_float(empty ? 0.f : *out.at(d, i) / sum, to[d]);
+      }
+    }
+  }
+
+  const ForwardParams& params_;
+  const ForwardWorkspace& workspace_;
+  const ProblemShape& shape_;
+  int64_t batch_;
+  int head_, head_k_;
+  SeqRows queries_, keys_;
+  SequenceMask mask_;
+  ScoreScale scale_;
+  int row_begin_, rows_;
+  ForwardScratch scratch_;
+  Matrix k_, v_;  // the key block
+};
+
+inline void pack_keys(const ForwardParams& params, const ForwardWorkspace& workspace, int64_t batch,
+                      int head_k, int row_begin) {
+  const ProblemShape& shape = params.shape;
+  constexpr int kKeys = kCpuForwardTile.block_n;
+  for_dtype(shape.dtype, [&]<typename T>(TypeTag<T>) {
+    pack_rows<T>(params.k, shape.seqlens_k, workspace.k, batch, head_k, row_begin, kKeys,
+                 shape.headdim);
+    pack_rows<T>(params.v, shape.seqlens_k, workspace.v, batch, head_k, row_begin, kKeys,
+                 shape.headdim_v);
+  });
+}
+
+inline void forward(const ForwardParams& params, const ForwardWorkspace& workspace, int64_t batch,
+                    int head, int row_begin, float* scratch) {
+  for_dtype(params.shape.dtype, [&]<typename T>(TypeTag<T>) {
+    ForwardBlock<T>(params, workspace, batch, head, row_begin, scratch).run();
+  });
+}
+
+}  // namespace flashattn::FLASHATTN_CPU_ISA
