@@ -43,7 +43,11 @@ CXX = [
 ]
 CXX += ["-Icsrc", "-Wall", "-Wextra", *(["-Werror"] if STRICT else [])]
 NVCC = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", "-Icsrc"]
-NVCC += ["-Xcompiler=-fPIC,-fvisibility=hidden", *(["-Werror=all-warnings"] if STRICT else [])]
+NVCC += [
+    "-Xfatbin=-compress-all",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    *(["-Werror=all-warnings"] if STRICT else []),
+]
 
 
 def find_nvcc():
