@@ -34,20 +34,11 @@ for dtype in ("fp16", "bf16"):
         CUDA += [f"instances/{name}_sm80_{dtype}_{dims}.cu" for name in ("forward", "backward")]
 
 STRICT = os.environ.get("FLASHATTN_WERROR") == "1"
-CXX = [
-    *shlex.split(os.environ.get("CXX", "g++")),
-    "-O3",
-    "-std=c++20",
-    "-fPIC",
-    "-fvisibility=hidden",
-]
-CXX += ["-Icsrc", "-Wall", "-Wextra", *(["-Werror"] if STRICT else [])]
-NVCC = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", "-Icsrc"]
-NVCC += [
-    "-Xfatbin=-compress-all",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
-    *(["-Werror=all-warnings"] if STRICT else []),
-]
+CXX = [*shlex.split(os.environ.get("CXX", "g++")), "-O3", "-std=c++20", "-fPIC", "-Icsrc"]
+CXX += ["-fvisibility=hidden", "-Wall", "-Wextra", *(["-Werror"] if STRICT else [])]
+NVCC = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", "-Xfatbin=-compress-all"]
+NVCC += ["-Icsrc", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+NVCC += ["-Werror=all-warnings"] if STRICT else []
 
 
 def find_nvcc():
