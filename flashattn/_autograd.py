@@ -67,10 +67,8 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        *tensors, softmax_scale, window_left, window_right, deterministic = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.options = (softmax_scale, window_left, window_right)
-        ctx.deterministic = deterministic
+        ctx.save_for_backward(*inputs[:7], *output)
+        ctx.options = inputs[7:]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -86,6 +84,7 @@ class FlashAttention(torch.autograd.Function):
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
+        softmax_scale, window_left, window_right, deterministic = ctx.options
         needs_dq, needs_dk, needs_dv = ctx.needs_input_grad[:3]
         run = FlashAttentionBackward.apply if in_transform else _ops.backward
         dq, dk, dv = run(
@@ -100,8 +99,10 @@ class FlashAttention(torch.autograd.Function):
             cu_seqlens_k,
             seqused_q,
             seqused_k,
-            *ctx.options,
-            ctx.deterministic or torch.are_deterministic_algorithms_enabled(),
+            softmax_scale,
+            window_left,
+            window_right,
+            deterministic or torch.are_deterministic_algorithms_enabled(),
             needs_dq,
             needs_dk or needs_dv,
         )

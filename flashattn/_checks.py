@@ -18,7 +18,7 @@ from flashattn import _ops
 
 MAX_HEADDIM = 256
 MAX_WINDOW = 2**30  # csrc/common/mask.h keeps bounds below this; no sequence is longer
-_WHOLE_NUMBERS = (numbers.Integral, torch.SymInt)
+_WHOLE_NUMBERS = (int, torch.SymInt, numbers.Integral)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
