@@ -17,7 +17,7 @@ MAY_INCLUDE = {
     "host": (),
     "ptx": ("common",),
     "tile": ("common", "ptx"),
-    "kernels": ("common", "host", "ptx", "tile", "plan/tile_config.h"),
+    "kernels": ("common", "host", "ptx", "tile", "plan/tile_config.h", "plan/heuristics.h"),
     "instances": ("common", "kernels", "plan/tile_config.h"),
     "dispatch": ("common", "host", "plan", "kernels/kernels.h"),
     "ops": ("common", "dispatch", "plan", "kernels/kernels.h"),

@@ -3,25 +3,10 @@
 #include "kernels/cpu_kernels.h"
 #include "kernels/cpu_tasks.h"
 #include "kernels/kernels.h"
+#include "plan/heuristics.h"
 #include "plan/tile_config.h"
 
 namespace flashattn {
-namespace {
-
-// Into how many parts the key blocks of one sequence and KV head are dealt. Each part sums dq in
-// memory of its own, so: as few as keep four of five threads busy. Depends on the number of threads
-// alone, and so do dq's roundings.
-int choose_splits(int64_t sequences_and_heads, int64_t key_blocks, int threads) {
-  int64_t limit = std::min<int64_t>(key_blocks, 2 * threads);
-  for (int64_t splits = 1; splits < limit; ++splits) {
-    int64_t tasks = sequences_and_heads * splits;
-    int64_t rounds = (tasks + threads - 1) / threads;
-    if (5 * tasks >= 4 * rounds * threads) return static_cast<int>(splits);
-  }
-  return static_cast<int>(std::max<int64_t>(limit, 1));
-}
-
-}  // namespace
 
 void run_backward_cpu(const BackwardParams& params, const ParallelFor& parallel) {
   const CpuKernels& kernels = cpu_kernels();
@@ -30,13 +15,14 @@ void run_backward_cpu(const BackwardParams& params, const ParallelFor& parallel)
 
   BackwardWorkspace workspace;
   int64_t key_blocks = (shape.seqlens_k.rows + kTile.block_n - 1) / kTile.block_n;
-  workspace.splits = choose_splits(shape.batch * shape.heads_k, key_blocks, parallel.threads);
+  workspace.splits = cpu_backward_splits(shape.batch * shape.heads_k, key_blocks, parallel.threads);
   auto allocate = [&](PackedRows& rows, int64_t heads, int stride) {
     return allocate_rows(rows, shape.seqlens_q, shape.batch, heads, stride);
   };
   ZeroedFloats q = allocate(workspace.q, shape.heads_q, padded_stride(shape.headdim));
   ZeroedFloats dout = allocate(workspace.dout, shape.heads_q, padded_stride(shape.headdim_v));
   ZeroedFloats delta = allocate(workspace.delta, shape.heads_q, 1);
+  ZeroedFloats lse_rest = allocate(workspace.lse_rest, shape.heads_q, 1);
   ZeroedFloats dq;
   bool dq_wanted = params.dq.data != nullptr;
   if (dq_wanted) {
@@ -49,6 +35,13 @@ void run_backward_cpu(const BackwardParams& params, const ParallelFor& parallel)
     auto [batch, head, row_begin] = blocks[index];
     kernels.prepare_backward(params, workspace, batch, head, row_begin);
   });
+
+  RowBlocks forward_blocks(shape.seqlens_q, shape.batch, shape.heads_q, kCpuForwardTile.block_m);
+  run_tasks(parallel, forward_blocks.count(), kernels.forward_scratch(shape),
+            [&](int64_t index, float* scratch) {
+              auto [batch, head, row_begin] = forward_blocks[index];
+              kernels.refine_lse(params, workspace, batch, head, row_begin, scratch);
+            });
 
   int64_t tasks = shape.batch * shape.heads_k * workspace.splits;
   run_tasks(parallel, tasks, kernels.backward_scratch(shape), [&](int64_t index, float* scratch) {

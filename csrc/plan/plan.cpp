@@ -1,5 +1,7 @@
 #include "plan/plan.h"
 
+#include "plan/heuristics.h"
+
 namespace flashattn {
 
 namespace {
@@ -126,8 +128,15 @@ Plan make_backward_plan(const Problem& problem, const Device& device) {
   }
   plan = check_support(plan, problem, device);
   if (!plan.supported) return plan;
-  plan.grid = count_blocks(problem, problem.seqlen_k, plan.block_n) * problem.heads_k;
-  if (plan.kernel == Kernel::kBackwardSm80) plan.workspace = make_workspace(plan, problem);
+  if (plan.kernel == Kernel::kBackwardCpu) {
+    const int64_t key_blocks = ceil_div(problem.seqlen_k, plan.block_n);
+    const int64_t sequences_and_heads = problem.batch * problem.heads_k;
+    plan.grid =
+        sequences_and_heads * cpu_backward_splits(sequences_and_heads, key_blocks, device.sm_count);
+  } else {
+    plan.grid = count_blocks(problem, problem.seqlen_k, plan.block_n) * problem.heads_k;
+    plan.workspace = make_workspace(plan, problem);
+  }
   return plan;
 }
 
