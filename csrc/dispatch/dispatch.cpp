@@ -56,7 +56,9 @@ Device read_device(int index) {
   if (!kernel_image_available(FLASHATTN_CUDA_ARCHS, gpu.compute_capability)) {
     throw std::runtime_error("flashattn was built for the architectures " FLASHATTN_CUDA_ARCHS
                              " and has no kernel for " +
-                             gpu.name + ", which is " + std::to_string(gpu.compute_capability));
+                             gpu.name + ", compute capability " +
+                             std::to_string(gpu.compute_capability / 10) + "." +
+                             std::to_string(gpu.compute_capability % 10));
   }
   return {.name = gpu.name,
           .arch = arch_of(gpu.compute_capability),
