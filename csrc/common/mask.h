@@ -16,6 +16,7 @@ struct BlockRange {
   int full_begin, full_end;  // of those, the blocks in which every pair is visible
 
   FLASHATTN_HOST_DEVICE bool empty() const { return begin >= end; }
+  FLASHATTN_HOST_DEVICE bool any_partial() const { return full_begin > begin || full_end < end; }
   FLASHATTN_HOST_DEVICE bool partial(int block) const {
     return block < full_begin || block >= full_end;
   }

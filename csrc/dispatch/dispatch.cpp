@@ -17,7 +17,7 @@ namespace flashattn {
 namespace {
 
 using ForwardLauncher = void (*)(const ForwardParams&, void*);
-using BackwardLauncher = void (*)(const BackwardParams&, void*);
+using BackwardLauncher = void (*)(const BackwardParams&, SmemClass, void*);
 
 constexpr size_t kHeadDimsCount = std::size(kHeadDims);
 using HeadDimsSequence = std::make_index_sequence<kHeadDimsCount>;
@@ -45,7 +45,7 @@ template <DType kType>
 void backward_cuda(const Plan& plan, const BackwardParams& params, void* stream) {
   static constexpr auto launchers = backward_launchers<kType>(HeadDimsSequence());
   run_backward_preprocess<kType>(params, stream);
-  launchers[static_cast<size_t>(plan.head_dims_index)](params, stream);
+  launchers[static_cast<size_t>(plan.head_dims_index)](params, plan.smem, stream);
   if (params.dq.data != nullptr) {
     run_backward_postprocess<kType>(params, plan.accum_headdim, stream);
   }
@@ -61,7 +61,7 @@ Device read_device(int index) {
                              std::to_string(gpu.compute_capability % 10));
   }
   return {.name = gpu.name,
-          .arch = arch_of(gpu.compute_capability),
+          .arch = arch_of(gpu.compute_capability, FLASHATTN_CUDA_ARCHS),
           .compute_capability = gpu.compute_capability,
           .sm_count = gpu.sm_count,
           .smem_per_block = gpu.smem_per_block,

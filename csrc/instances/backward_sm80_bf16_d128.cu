@@ -2,6 +2,7 @@
 
 namespace flashattn {
 
-template void run_backward_sm80<DType::kBFloat16, 128, 128>(const BackwardParams&, void*);
+template void run_backward_sm80<DType::kBFloat16, 128, 128>(const BackwardParams&, SmemClass,
+                                                            void*);
 
 }  // namespace flashattn

@@ -2,6 +2,6 @@
 
 namespace flashattn {
 
-template void run_backward_sm80<DType::kFloat16, 256, 256>(const BackwardParams&, void*);
+template void run_backward_sm80<DType::kFloat16, 256, 256>(const BackwardParams&, SmemClass, void*);
 
 }  // namespace flashattn

@@ -23,6 +23,13 @@ __device__ __forceinline__ float dot_of_8(const uint4& a, const uint4& b) {
   return sum;
 }
 
+// exp2(score - inf) is 0: a row without a score above -inf gives no gradient. A score of +inf makes
+// the row's probabilities NaN.
+__device__ __forceinline__ float lse_for_exp2(float lse) {
+  if (lse == -tile::kInfinity) return tile::kInfinity;
+  return lse == tile::kInfinity ? tile::kNan : lse * tile::kLog2E;
+}
+
 // Eight lanes a (row, head); heads of a row follow each other, as they do in memory.
 template <DType kType>
 __global__ void __launch_bounds__(kPreprocessThreads)
@@ -65,10 +72,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     sum -= params.dlse.data[params.dlse.offset(batch, head, seq_row)];
   }
   float lse = params.lse.data[params.lse.offset(batch, head, seq_row)];
-  params.delta[head * params.rows + row] = sum;
-  // exp2(score - inf) is 0: a row without a score above -inf gives no gradient.
-  params.lse_log2[head * params.rows + row] =
-      lse == -tile::kInfinity ? tile::kInfinity : lse * tile::kLog2E;
+  params.delta[head * params.rows + row] = isinf(sum) ? tile::kNan : sum;
+  params.lse_log2[head * params.rows + row] = lse_for_exp2(lse);
 }
 
 template <DType kType>

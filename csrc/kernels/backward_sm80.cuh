@@ -9,8 +9,6 @@
 // passes through shared memory too.
 #pragma once
 
-#include <cfloat>
-
 #include "common/params.h"
 #include "host/launch.cuh"
 #include "kernels/kernels.h"
@@ -18,17 +16,17 @@
 #include "tile/copy.cuh"
 #include "tile/dq_accum.cuh"
 #include "tile/fragment.cuh"
-#include "tile/isolate.cuh"
 #include "tile/mask_apply.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/softmax.cuh"
+#include "tile/special.cuh"
 #include "tile/turn.cuh"
 
 namespace flashattn {
 
-template <DType kType, int kHeadDim, int kHeadDimV>
+template <DType kType, int kHeadDim, int kHeadDimV, SmemClass kSmem>
 struct BackwardSm80 {
-  static constexpr BackwardTile kTile = sm80_backward_tile(kHeadDim);
+  static constexpr BackwardTile kTile = sm80_backward_tile(kHeadDim, kSmem);
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
@@ -42,17 +40,17 @@ struct BackwardSm80 {
   using TileP = tile::SmemTile<kBlockN, kBlockM>;  // P^T and dS^T: [key][query]
 
   // How warps share the three kinds of products.
-  static constexpr bool kPInRegisters = sm80_backward_p_in_registers(kHeadDim);
+  static constexpr bool kPInRegisters = kTile.p_in_registers;
   // S^T and dP^T: keys x queries, taken kSubM queries at a time.
   static constexpr int kScoreWarpsM = kPInRegisters ? 1 : 2;
   static constexpr int kScoreRows = kBlockN / (kWarps / kScoreWarpsM);
-  static constexpr int kSubM = kPInRegisters && kScoreRows < 32 ? kBlockM : 32;
+  static constexpr int kSubM = kBlockM / kScoreWarpsM < 32 ? kBlockM / kScoreWarpsM : 32;
   static constexpr int kSubs = kBlockM / kScoreWarpsM / kSubM;
   // dK and dV: keys x head dim.
-  static constexpr int kGradWarpsD = kPInRegisters ? 1 : 4;
+  static constexpr int kGradWarpsD = kPInRegisters ? 1 : kHeadDim <= 128 ? 2 : 4;
   static constexpr int kGradRows = kBlockN / (kWarps / kGradWarpsD);
   // dQ: queries x head dim.
-  static constexpr int kDqWarpsD = kHeadDim == 96 || kWarps == 4 ? 2 : 4;
+  static constexpr int kDqWarpsD = kHeadDim <= 96 ? 2 : 4;
   static constexpr int kDqRows = kBlockM / (kWarps / kDqWarpsD);
 
   // Shared memory: K, V, stages of Q, dO and row statistics, P^T, two buffers of dS^T. K's and V's
@@ -65,7 +63,7 @@ struct BackwardSm80 {
   static constexpr int kSmemP = kSmemStats + kTile.stages * kStatsBytes;
   static constexpr int kSmemDs = kSmemP + (kPInRegisters ? 0 : TileP::kBytes);
   static constexpr int kSmemBytes = kSmemDs + 2 * TileP::kBytes;
-  static_assert(kSmemBytes == sm80_backward_smem_bytes({kHeadDim, kHeadDimV}),
+  static_assert(kSmemBytes == sm80_backward_smem_bytes({kHeadDim, kHeadDimV}, kSmem),
                 "the planner's figure");
 
   using Scores = tile::Accumulator<kScoreRows, kSubM>;
@@ -73,8 +71,29 @@ struct BackwardSm80 {
   using GradK = tile::Accumulator<kGradRows, kHeadDim / kGradWarpsD>;
   using GradV = tile::Accumulator<kGradRows, kHeadDimV / kGradWarpsD>;
   using GradQ = tile::Accumulator<kDqRows, kHeadDim / kDqWarpsD>;
-  static constexpr auto kRowsThenChunk = tile::LaneOrder::kRowsThenChunk;
-  static constexpr auto kChunkThenRows = tile::LaneOrder::kChunkThenRows;
+
+  // Which warp does what, and its lanes' ldmatrix offsets.
+  struct Roles {
+    static constexpr auto kRowsThenChunk = tile::LaneOrder::kRowsThenChunk;
+    static constexpr auto kChunkThenRows = tile::LaneOrder::kChunkThenRows;
+    using Offsets = tile::LaneOffsets<TileK::kSlabCols>;
+    using ScoreOffsets = tile::LaneOffsets<TileP::kSlabCols>;
+
+    int warp = tile::warp_index();
+    int score_row = warp / kScoreWarpsM * kScoreRows;                // keys
+    int score_col = warp % kScoreWarpsM * (kBlockM / kScoreWarpsM);  // queries
+    int grad_row = warp / kGradWarpsD * kGradRows;                   // keys
+    int grad_group = warp % kGradWarpsD;      // of 16 columns, every kGradWarpsD-th
+    int dq_row = warp / kDqWarpsD * kDqRows;  // queries
+    int dq_group = warp % kDqWarpsD;
+    Offsets rows{kRowsThenChunk}, chunks{kChunkThenRows};
+    Offsets grad_cols{kRowsThenChunk, grad_group * 16};
+    Offsets dq_cols{kRowsThenChunk, dq_group * 16};
+    ScoreOffsets score_rows{kRowsThenChunk};
+    ScoreOffsets dq_rows{kChunkThenRows, dq_row};
+
+    __device__ __forceinline__ Roles() {}
+  };
 
   // What the CTA works on: `blocks` query blocks for each of the group's heads.
   struct Work {
@@ -119,8 +138,9 @@ struct BackwardSm80 {
 
     __device__ __forceinline__ Step(const Work& work, int index) {
       int per_head = work.blocks_per_head();
-      int in_group = index / per_head;
-      head = work.keys.head * work.params.shape.heads_per_group() + in_group;
+      int group = work.params.shape.heads_per_group();
+      int in_group = group == 1 ? 0 : index / per_head;
+      head = work.keys.head * group + in_group;
       block = work.blocks.begin + index - in_group * per_head;
       stage = index % kTile.stages;
       parity = index % 2;
@@ -171,113 +191,121 @@ struct BackwardSm80 {
     ptx::cp_async_commit();
   }
 
-  // P^T and dS^T of kSubM queries from column `col` of the block on.
-  static __device__ __forceinline__ void probabilities(const Work& work, const Step& step, int col,
-                                                       Scores& p, Scores& ds) {
-    int row = threadIdx.x / 32 / kScoreWarpsM * kScoreRows;
+  // Zeroes hidden pairs, in partial blocks. After the arithmetic, not before: whatever a row's
+  // statistics or a hidden pair's score and dP are, NaN included, they give exactly 0.
+  static __device__ __forceinline__ void hide(const Work& work, const Roles& roles,
+                                              const Step& step, int col, Scores& x) {
+    if (!work.blocks.partial(step.block)) return;
+    tile::apply_mask<true>(x, work.mask, work.first_key + roles.score_row, step.first_row() + col,
+                           0.f);
+  }
+
+  // P^T = exp(scale K Q^T - lse), rounded, for kSubM queries from column `col` of the block on.
+  static __device__ __forceinline__ void probabilities(const Work& work, const Roles& roles,
+                                                       const Step& step, int col, Scores& p) {
     tile::clear(p);
-    tile::gemm_abt<E, kHeadDim>(p, tile::LaneAddress<TileK>(work.smem, row, kRowsThenChunk),
-                                tile::LaneAddress<TileQ>(step.q(work), col, kChunkThenRows));
-    tile::clear(ds);
-    tile::gemm_abt<E, kHeadDimV>(ds,
-                                 tile::LaneAddress<TileV>(work.smem + kSmemV, row, kRowsThenChunk),
-                                 tile::LaneAddress<TileDo>(step.dout(work), col, kChunkThenRows));
-    // A scale of 0 would make hidden scores NaN, a negative one turns -inf round.
-    float scale = work.params.shape.softmax_scale;
-    float scale_log2 = scale == 0.f ? FLT_MIN : scale * tile::kLog2E;
-    bool partial = work.blocks.partial(step.block);
-    int first_row = work.first_key + row, first_col = step.first_row() + col;
-    if (partial) {
-      float hidden = scale < 0.f ? tile::kInfinity : -tile::kInfinity;
-      tile::apply_mask<true>(p, work.mask, first_row, first_col, hidden);
-    }
+    tile::gemm_abt<E, kHeadDim>(p, tile::LaneAddress<TileK>(work.smem, roles.score_row, roles.rows),
+                                tile::LaneAddress<TileQ>(step.q(work), col, roles.chunks));
+    float scale_log2 = work.params.shape.softmax_scale * tile::kLog2E;
     uint32_t stats = step.stats(work) + (col + threadIdx.x % 4 * 2) * 4;
 #pragma unroll
     for (int n = 0; n < kSubM / 8; ++n) {
       float2 lse_log2 = ptx::load_shared_f2(stats + n * 32);
-      float2 delta = ptx::load_shared_f2(stats + kBlockM * 4 + n * 32);
 #pragma unroll
       for (int m = 0; m < kScoreRows / 16; ++m)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float lse = e % 2 ? lse_log2.y : lse_log2.x;
           p[m][n][e] = ptx::exp2_approx(fmaf(p[m][n][e], scale_log2, -lse));
-          ds[m][n][e] = p[m][n][e] * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
         }
     }
-    // 0 * NaN again: a hidden pair's dP may be anything.
-    if (partial) tile::apply_mask<true>(ds, work.mask, first_row, first_col, 0.f);
+    hide(work, roles, step, col, p);
   }
 
-  template <bool kIsolate, class TileB, class Grad, int KT, int MT>
-  static __device__ __forceinline__ void add_product(const Work& work, const Step& step, int col,
-                                                     Grad& grad, const uint32_t (&a)[KT][MT][4],
-                                                     tile::LaneAddress<TileB> b) {
-    if (kIsolate && work.blocks.partial(step.block)) {
-      int row = work.first_key + threadIdx.x / 32 / kGradWarpsD * kGradRows;
-      tile::gemm_ab_isolated<E, true, kGradWarpsD>(grad, a, b, work.mask, row,
-                                                   step.first_row() + col);
-    } else {
-      tile::gemm_ab<E, kGradWarpsD>(grad, a, b);
+  // dS^T = P^T * (V dO^T - delta), for the same pairs. P^T comes rounded: its registers are free
+  // for the product that precedes this one.
+  static __device__ __forceinline__ void score_gradients(const Work& work, const Roles& roles,
+                                                         const Step& step, int col,
+                                                         const Probabilities& p, Scores& ds) {
+    tile::clear(ds);
+    tile::gemm_abt<E, kHeadDimV>(
+        ds, tile::LaneAddress<TileV>(work.smem + kSmemV, roles.score_row, roles.rows),
+        tile::LaneAddress<TileDo>(step.dout(work), col, roles.chunks));
+    uint32_t stats = step.stats(work) + (kBlockM + col + threadIdx.x % 4 * 2) * 4;
+#pragma unroll
+    for (int n = 0; n < kSubM / 8; ++n) {
+      float2 delta = ptx::load_shared_f2(stats + n * 32);
+#pragma unroll
+      for (int m = 0; m < kScoreRows / 16; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float2 pair = tile::unpack<E>(p[n / 2][m][n % 2 * 2 + half]);
+          ds[m][n][2 * half] = pair.x * (ds[m][n][2 * half] - delta.x);
+          ds[m][n][2 * half + 1] = pair.y * (ds[m][n][2 * half + 1] - delta.y);
+        }
     }
+    hide(work, roles, step, col, ds);
   }
 
   // dV += P^T dO, dK += dS^T Q with both in registers; leaves dS^T in shared memory.
-  template <bool kIsolate>
-  static __device__ __forceinline__ void key_gradients(const Work& work, const Step& step,
-                                                       GradK& dk, GradV& dv) {
-    int row = threadIdx.x / 32 * kScoreRows;
+  static __device__ __forceinline__ void key_gradients(const Work& work, const Roles& roles,
+                                                       const Step& step, GradK& dk, GradV& dv) {
     bool want_dkv = work.params.dk.data != nullptr;
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
       int col = sub * kSubM;
-      Scores p, ds;
-      probabilities(work, step, col, p, ds);
-      tile::store_accumulator<E, TileP>(step.ds(work), row, ds, col / 16);
-      if (!want_dkv) continue;
-      Probabilities packed;
-      tile::pack_accumulator<E>(packed, p);
-      add_product<kIsolate>(work, step, col, dv, packed,
-                            tile::LaneAddress<TileDo>(step.dout(work), col, kRowsThenChunk));
-      tile::pack_accumulator<E>(packed, ds);
-      add_product<kIsolate>(work, step, col, dk, packed,
-                            tile::LaneAddress<TileQ>(step.q(work), col, kRowsThenChunk));
+      Scores scores;
+      Probabilities p, ds;
+      probabilities(work, roles, step, col, scores);
+      tile::pack_accumulator<E>(p, scores);
+      if (want_dkv) {
+        tile::gemm_ab<E, kGradWarpsD>(dv, p,
+                                      tile::LaneAddress<TileDo>(step.dout(work), col, roles.rows));
+      }
+      score_gradients(work, roles, step, col, p, scores);
+      tile::pack_accumulator<E>(ds, scores);
+      tile::store_packed<TileP>(step.ds(work), roles.score_row, ds, col / 16);
+      if (want_dkv) {
+        tile::gemm_ab<E, kGradWarpsD>(dk, ds,
+                                      tile::LaneAddress<TileQ>(step.q(work), col, roles.rows));
+      }
     }
   }
 
-  // The same through shared memory: each warp computes a piece of P^T and dS^T, then a piece of
-  // dV and dK.
-  template <bool kIsolate>
-  static __device__ __forceinline__ void key_gradients_shared(const Work& work, const Step& step,
-                                                              GradK& dk, GradV& dv) {
-    int warp = threadIdx.x / 32;
-    uint32_t p_tile = work.smem + kSmemP;
-    {
-      int row = warp / kScoreWarpsM * kScoreRows;
-      int col = warp % kScoreWarpsM * kSubM;
-      Scores p, ds;
-      probabilities(work, step, col, p, ds);
-      tile::store_accumulator<E, TileP>(p_tile, row, p, col / 16);
-      tile::store_accumulator<E, TileP>(step.ds(work), row, ds, col / 16);
+  // The same through shared memory: each warp computes a piece of P^T and dS^T, and after a barrier
+  // a piece of dV and dK.
+  static __device__ __forceinline__ void share_scores(const Work& work, const Roles& roles,
+                                                      const Step& step) {
+#pragma unroll
+    for (int sub = 0; sub < kSubs; ++sub) {
+      int col = roles.score_col + sub * kSubM;
+      Scores scores;
+      Probabilities p, ds;
+      probabilities(work, roles, step, col, scores);
+      tile::pack_accumulator<E>(p, scores);
+      tile::store_packed<TileP>(work.smem + kSmemP, roles.score_row, p, col / 16);
+      score_gradients(work, roles, step, col, p, scores);
+      tile::pack_accumulator<E>(ds, scores);
+      tile::store_packed<TileP>(step.ds(work), roles.score_row, ds, col / 16);
     }
-    __syncthreads();
+  }
+
+  static __device__ __forceinline__ void key_gradients_shared(const Work& work, const Roles& roles,
+                                                              const Step& step, GradK& dk,
+                                                              GradV& dv) {
     if (work.params.dk.data == nullptr) return;
-    int row = warp / kGradWarpsD * kGradRows, group = warp % kGradWarpsD * 16;
     tile::PackedAccumulator<kGradRows, kBlockM> a;
-    tile::load_a(a, tile::LaneAddress<TileP>(p_tile, row, kRowsThenChunk));
-    add_product<kIsolate>(work, step, 0, dv, a,
-                          tile::LaneAddress<TileDo>(step.dout(work), 0, kRowsThenChunk, group));
-    tile::load_a(a, tile::LaneAddress<TileP>(step.ds(work), row, kRowsThenChunk));
-    add_product<kIsolate>(work, step, 0, dk, a,
-                          tile::LaneAddress<TileQ>(step.q(work), 0, kRowsThenChunk, group));
+    tile::load_a(a, tile::LaneAddress<TileP>(work.smem + kSmemP, roles.grad_row, roles.score_rows));
+    tile::gemm_ab<E, kGradWarpsD>(dv, a,
+                                  tile::LaneAddress<TileDo>(step.dout(work), 0, roles.grad_cols));
+    tile::load_a(a, tile::LaneAddress<TileP>(step.ds(work), roles.grad_row, roles.score_rows));
+    tile::gemm_ab<E, kGradWarpsD>(dk, a,
+                                  tile::LaneAddress<TileQ>(step.q(work), 0, roles.grad_cols));
   }
-
-  static __device__ __forceinline__ int dq_row() { return threadIdx.x / 32 / kDqWarpsD * kDqRows; }
-  static __device__ __forceinline__ int dq_group() { return threadIdx.x / 32 % kDqWarpsD; }
 
   // Adds this warp's piece of dQ to the sums, in turn if that is asked for.
-  static __device__ __forceinline__ void add_dq(const Work& work, const Step& step,
-                                                const GradQ& dq) {
+  static __device__ __forceinline__ void add_dq(const Work& work, const Roles& roles,
+                                                const Step& step, const GradQ& dq) {
     const BackwardParams& params = work.params;
     tile::Turn turn;
     if (params.dq_turn != nullptr) {
@@ -287,55 +315,35 @@ struct BackwardSm80 {
                                   : work.keys.batch * ((lens.rows + kBlockM - 1) / kBlockM);
       int64_t counter = step.head * params.dq_turns_per_head + blocks_before + step.block;
       int first = work.mask.key_blocks(step.first_row(), kBlockM, kBlockN).begin;
-      turn = tile::Turn(params.dq_turn + counter * kWarps + threadIdx.x / 32);
+      turn = tile::Turn(params.dq_turn + counter * kWarps + roles.warp);
       turn.wait(work.keys.block - first);
     }
     int64_t row = step.head * params.rows + work.rows_before() + step.first_row();
-    tile::add_dq<kHeadDim, kDqWarpsD>(params.dq_accum + row * kHeadDim, dq_row(),
-                                      work.q_rows.length - step.first_row(), dq_group(), dq);
+    tile::add_dq<kHeadDim, kDqWarpsD>(params.dq_accum + row * kHeadDim, roles.dq_row,
+                                      work.q_rows.length - step.first_row(), roles.dq_group, dq);
     turn.pass();
   }
 
   // dQ += dS K for the block of step `index`.
-  static __device__ __forceinline__ void query_gradient(const Work& work, int index) {
+  static __device__ __forceinline__ void query_gradient(const Work& work, const Roles& roles,
+                                                        int index) {
     if (work.params.dq_accum == nullptr) return;
     Step step(work, index);
     GradQ dq;
     tile::clear(dq);
-    tile::LaneAddress<TileP> ds(step.ds(work), 0, kChunkThenRows, dq_row());
-    tile::LaneAddress<TileK> k(work.smem, 0, kRowsThenChunk, dq_group() * 16);
-    tile::gemm_atb<E, kBlockN, kDqWarpsD>(dq, ds, k);
-    if (work.blocks.partial(step.block) && __any_sync(~0u, tile::any_nonfinite(dq))) {
-      query_gradient_isolated(work.params, work.smem, index);
-    } else {
-      add_dq(work, step, dq);
-    }
-  }
-
-  // Out of line, as run_isolated.
-  static __device__ __noinline__ void query_gradient_isolated(const BackwardParams& params,
-                                                              uint32_t smem, int index) {
-    Work work(params, smem);
-    Step step(work, index);
-    GradQ dq;
-    tile::clear(dq);
-    tile::PackedAccumulator<kDqRows, kBlockN> a;
-    tile::load_a_transposed(a,
-                            tile::LaneAddress<TileP>(step.ds(work), 0, kChunkThenRows, dq_row()));
-    tile::LaneAddress<TileK> k(work.smem, 0, kRowsThenChunk, dq_group() * 16);
-    tile::gemm_ab_isolated<E, false, kDqWarpsD>(dq, a, k, work.mask, step.first_row() + dq_row(),
-                                                work.first_key);
-    add_dq(work, step, dq);
+    tile::gemm_atb<E, kBlockN, kDqWarpsD>(dq,
+                                          tile::LaneAddress<TileP>(step.ds(work), 0, roles.dq_rows),
+                                          tile::LaneAddress<TileK>(work.smem, 0, roles.dq_cols));
+    add_dq(work, roles, step, dq);
   }
 
   // Rounds dk and dv through the places of K and V, and writes them out.
-  static __device__ __forceinline__ void store(const Work& work, const GradK& dk, const GradV& dv) {
+  static __device__ __forceinline__ void store(const Work& work, const Roles& roles,
+                                               const GradK& dk, const GradV& dv) {
     const BackwardParams& params = work.params;
-    int warp = threadIdx.x / 32;
-    int row = warp / kGradWarpsD * kGradRows, group = warp % kGradWarpsD;
     uint32_t k_tile = work.smem, v_tile = work.smem + kSmemV;
-    tile::store_accumulator<E, TileK, kGradWarpsD>(k_tile, row, dk, group);
-    tile::store_accumulator<E, TileV, kGradWarpsD>(v_tile, row, dv, group);
+    tile::store_accumulator<E, TileK, kGradWarpsD>(k_tile, roles.grad_row, dk, roles.grad_group);
+    tile::store_accumulator<E, TileV, kGradWarpsD>(v_tile, roles.grad_row, dv, roles.grad_group);
     __syncthreads();
     int64_t first = work.keys.rows.begin + work.first_key;
     int rows = work.keys.rows.length - work.first_key;
@@ -349,65 +357,143 @@ struct BackwardSm80 {
     write(params.dv, v_tile, params.shape.headdim_v, TileV{});
   }
 
-  // Returns whether dk and dv have to be done again with kIsolate (which leaves dq as it is).
-  template <bool kIsolate>
-  static __device__ __forceinline__ bool run(const BackwardParams& params, uint32_t smem) {
+  // What this thread copied for step `index` has arrived: sets apart the special values that a mask
+  // could hide (tile/special.cuh). A row that sees such a value in q or k has a NaN lse, so that
+  // its probabilities are NaN all the same; what it would miss is left to store_specials.
+  static __device__ __forceinline__ bool zero_hidden_specials(const Work& work, const Step& step,
+                                                              bool first) {
+    bool special = false;
+    if (first && work.blocks.any_partial()) {
+      special |= tile::zero_specials<E, TileK, kThreads>(work.smem);
+    }
+    if (work.blocks.partial(step.block)) {
+      special |= tile::zero_specials<E, TileQ, kThreads>(step.q(work));
+      special |= tile::zero_specials<E, TileDo, kThreads>(step.dout(work));
+    }
+    return special;
+  }
+
+  // dv: the special values of dO in partial blocks. dq: k's, for rows with a score of -inf there.
+  static __device__ __forceinline__ void store_specials(const Work& work) {
+    const BackwardParams& params = work.params;
+    const ProblemShape& shape = params.shape;
+    const tile::TileCoord& keys = work.keys;
+    int rows = min(kBlockN, keys.rows.length - work.first_key);
+    int group = shape.heads_per_group();
+    __syncthreads();
+#pragma unroll 1
+    for (int index = threadIdx.x; params.dv.data && index < rows * shape.headdim_v;
+         index += kThreads) {
+      int key = work.first_key + index / shape.headdim_v, col = index % shape.headdim_v;
+      float sum = 0.f;
+#pragma unroll 1
+      for (int head = keys.head * group; head < (keys.head + 1) * group; ++head) {
+        tile::GlobalRows dout(params.dout, keys.batch, work.q_rows, head, shape.headdim_v);
+        sum += tile::sum_specials<E>(dout, work.mask.visible_rows(key), work.blocks, kBlockM, col);
+      }
+      if (sum == 0.f) continue;
+      E* dv = static_cast<E*>(params.dv.data) +
+              params.dv.stride.offset(keys.batch, keys.rows.begin + key, keys.head) + col;
+      *dv = tile::from_float<E>(tile::to_float(*dv) + sum);
+    }
+    tile::GlobalRows k(params.k, keys.batch, keys.rows, keys.head, shape.headdim);
+#pragma unroll 1
+    for (int index = threadIdx.x; params.dq_accum && index < rows * shape.headdim;
+         index += kThreads) {
+      int key = work.first_key + index / shape.headdim, col = index % shape.headdim;
+      if (!tile::is_special(tile::element_at<E>(k, key, col))) continue;
+      KeyRange seen = work.mask.visible_rows(key);
+      int position = col / 16 * 16 + tile::dq_accum_position(col % 16);
+#pragma unroll 1
+      for (int head = keys.head * group; head < (keys.head + 1) * group; ++head)
+#pragma unroll 1
+        for (int row = seen.begin; row < seen.end; ++row) {
+          int64_t sums_row = head * params.rows + work.rows_before() + row;
+          atomicAdd(params.dq_accum + sums_row * kHeadDim + position, tile::kNan);
+        }
+    }
+  }
+
+  static __device__ __forceinline__ void run(const BackwardParams& params, uint32_t smem) {
     Work work(params, smem);
-    if (work.empty()) return false;
+    if (work.empty()) return;
+    Roles roles;
     GradK dk;
     GradV dv;
     tile::clear(dk);
     tile::clear(dv);
+    bool special = false;
     load_keys(work);
     load_queries(work, 0);
 #pragma unroll 1
     for (int index = 0; index < work.steps(); ++index) {
       Step step(work, index);
-      // This step's Q and dO are here, the last step's dS^T too, and its Q and dO are done with.
       ptx::cp_async_wait<0>();
+      special |= zero_hidden_specials(work, step, index == 0);
+      // This step's Q and dO are here, the last step's dS^T too, and its Q and dO are done with.
       __syncthreads();
-      load_queries(work, index + 1);
-      if (!kIsolate && index > 0) query_gradient(work, index - 1);
+      if (kTile.stages == 2) load_queries(work, index + 1);
       if constexpr (kPInRegisters) {
-        key_gradients<kIsolate>(work, step, dk, dv);
+        if (index > 0) query_gradient(work, roles, index - 1);
+        key_gradients(work, roles, step, dk, dv);
       } else {
-        key_gradients_shared<kIsolate>(work, step, dk, dv);
+        share_scores(work, roles, step);
+        // Between two barriers: warps that are early have something to do.
+        if (index > 0) query_gradient(work, roles, index - 1);
+        __syncthreads();
+        key_gradients_shared(work, roles, step, dk, dv);
+      }
+      if (kTile.stages == 1) {
+        __syncthreads();
+        load_queries(work, index + 1);
       }
     }
     ptx::cp_async_wait<0>();
-    __syncthreads();
-    if (!kIsolate && work.steps() > 0) query_gradient(work, work.steps() - 1);
-    if (params.dk.data == nullptr) return false;
-    bool nonfinite = tile::any_nonfinite(dk) || tile::any_nonfinite(dv);
-    if (__syncthreads_or(nonfinite) && !kIsolate) return true;
-    tile::scale(dk, params.shape.softmax_scale);
-    store(work, dk, dv);
-    return false;
-  }
-
-  // Out of line: the rare second pass costs the first no registers.
-  static __device__ __noinline__ void run_isolated(const BackwardParams& params, uint32_t smem) {
-    run<true>(params, smem);
+    special = __syncthreads_or(special);
+    if (work.steps() > 0) query_gradient(work, roles, work.steps() - 1);
+    if (params.dk.data != nullptr) {
+      __syncthreads();
+      tile::scale(dk, params.shape.softmax_scale);
+      store(work, roles, dk, dv);
+    }
+    if (special) store_specials(work);
   }
 };
 
-template <DType kType, int kHeadDim, int kHeadDimV>
-__global__ void __launch_bounds__(BackwardSm80<kType, kHeadDim, kHeadDimV>::kThreads)
+// The tile's size goes with the architecture that the code is for.
+template <DType kType, int kHeadDim, int kHeadDimV, SmemClass kSmem>
+__global__ void __launch_bounds__(BackwardSm80<kType, kHeadDim, kHeadDimV, kSmem>::kThreads)
     backward_sm80_kernel(const __grid_constant__ BackwardParams params) {
-  extern __shared__ __align__(128) uint8_t smem[];
-  using Kernel = BackwardSm80<kType, kHeadDim, kHeadDimV>;
-  uint32_t address = ptx::shared_address(smem);
-  if (Kernel::template run<false>(params, address)) Kernel::run_isolated(params, address);
+#if __CUDA_ARCH__ == 900
+  constexpr SmemClass kExpected = SmemClass::k227KB;
+#else
+  constexpr SmemClass kExpected = SmemClass::k99KB;
+#endif
+  if constexpr (kSmem == kExpected) {
+    extern __shared__ __align__(128) uint8_t smem[];
+    BackwardSm80<kType, kHeadDim, kHeadDimV, kSmem>::run(params, ptx::shared_address(smem));
+  } else {
+    __trap();
+  }
 }
 
-template <DType kType, int kHeadDim, int kHeadDimV>
-void run_backward_sm80(const BackwardParams& params, void* stream) {
-  using Kernel = BackwardSm80<kType, kHeadDim, kHeadDimV>;
+template <DType kType, int kHeadDim, int kHeadDimV, SmemClass kSmem>
+void launch_backward_sm80(const BackwardParams& params, void* stream) {
+  using Kernel = BackwardSm80<kType, kHeadDim, kHeadDimV, kSmem>;
   const ProblemShape& shape = params.shape;
   int64_t grid =
       tile::blocks_per_head(shape.seqlens_k, shape.batch, Kernel::kBlockN) * shape.heads_k;
-  launch<backward_sm80_kernel<kType, kHeadDim, kHeadDimV>>(grid, Kernel::kThreads,
-                                                           Kernel::kSmemBytes, stream, params);
+  launch<backward_sm80_kernel<kType, kHeadDim, kHeadDimV, kSmem>>(
+      grid, Kernel::kThreads, Kernel::kSmemBytes, stream, params);
+}
+
+template <DType kType, int kHeadDim, int kHeadDimV>
+void run_backward_sm80(const BackwardParams& params, SmemClass smem, void* stream) {
+  if (smem == SmemClass::k227KB) {
+    launch_backward_sm80<kType, kHeadDim, kHeadDimV, SmemClass::k227KB>(params, stream);
+  } else {
+    launch_backward_sm80<kType, kHeadDim, kHeadDimV, SmemClass::k99KB>(params, stream);
+  }
 }
 
 }  // namespace flashattn

@@ -11,10 +11,10 @@
 #include "plan/tile_config.h"
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
-#include "tile/isolate.cuh"
 #include "tile/mask_apply.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/softmax.cuh"
+#include "tile/special.cuh"
 
 namespace flashattn {
 
@@ -38,6 +38,7 @@ struct ForwardSm80 {
   static_assert(kTile.stages == 1 || kTile.stages == 2, "K/V buffers");
   static_assert(TileO::kBytes <= TileQ::kBytes, "the output is staged in Q's place");
 
+  using LaneOffsets = tile::LaneOffsets<TileQ::kSlabCols>;
   using Scores = tile::Accumulator<kWarpRows, kBlockN>;
   using Output = tile::Accumulator<kWarpRows, kHeadDimV>;
   using Softmax = tile::OnlineSoftmax<kWarpRows / 16>;
@@ -85,8 +86,9 @@ struct ForwardSm80 {
   }
 
   // Waits for K (and with two stages V) of `block`, and starts what comes after it.
-  static __device__ __forceinline__ void keys_arrive(const Work& work, int block) {
+  static __device__ __forceinline__ bool keys_arrive(const Work& work, int block) {
     ptx::cp_async_wait<0>();
+    bool special = kTile.stages == 2 && zero_hidden_specials(work, block);
     __syncthreads();
     if (kTile.stages == 2) {
       load_k(work, block + 1);
@@ -95,56 +97,60 @@ struct ForwardSm80 {
       load_v(work, block);
     }
     ptx::cp_async_commit();
+    return special;
   }
 
-  static __device__ __forceinline__ void values_arrive(const Work& work, int block) {
-    if (kTile.stages == 2) return;
+  static __device__ __forceinline__ bool values_arrive(const Work& work, int block) {
+    if (kTile.stages == 2) return false;
     ptx::cp_async_wait<0>();
+    bool special = zero_hidden_specials(work, block);
     __syncthreads();
     load_k(work, block + 1);
     ptx::cp_async_commit();
+    return special;
   }
 
-  // One pass over the visible keys. kIsolate: partial blocks keep NaN and Inf from rows that don't
-  // see them.
-  template <bool kIsolate>
-  static __device__ __forceinline__ void attend(const Work& work, Softmax& softmax, Output& out,
+  static __device__ __forceinline__ bool zero_hidden_specials(const Work& work, int block) {
+    return work.keys.partial(block) && tile::zero_specials<E, TileV, kThreads>(v_tile(work, block));
+  }
+
+  // The pass over the visible keys. Returns whether special values were left out for
+  // store_specials.
+  static __device__ __forceinline__ bool attend(const Work& work, Softmax& softmax, Output& out,
                                                 ScoreScale scale) {
-    int warp_row = threadIdx.x / 32 * kWarpRows;
+    int warp_row = tile::warp_index() * kWarpRows;
     int row = work.first_row + warp_row;
-    tile::LaneAddress<TileQ> q(work.smem, warp_row, tile::LaneOrder::kRowsThenChunk);
+    LaneOffsets by_rows(tile::LaneOrder::kRowsThenChunk),
+        by_chunks(tile::LaneOrder::kChunkThenRows);
+    tile::LaneAddress<TileQ> q(work.smem, warp_row, by_rows);
+    bool special = false;
     prologue(work);
 #pragma unroll 1
     for (int block = work.keys.begin; block < work.keys.end; ++block) {
-      keys_arrive(work, block);
-      bool partial = work.keys.partial(block);
+      special |= keys_arrive(work, block);
       Scores scores;
       tile::clear(scores);
-      tile::LaneAddress<TileK> k(k_tile(work, block), 0, tile::LaneOrder::kChunkThenRows);
+      tile::LaneAddress<TileK> k(k_tile(work, block), 0, by_chunks);
       tile::gemm_abt<E, kHeadDim>(scores, q, k);
-      values_arrive(work, block);
+      special |= values_arrive(work, block);
       if (scale.negate) tile::scale(scores, -1.f);
-      if (partial) {
+      if (work.keys.partial(block)) {
         tile::apply_mask<false>(scores, work.mask, row, block * kBlockN, -tile::kInfinity);
       }
       softmax.step(scores, out, scale.magnitude * tile::kLog2E);
       tile::PackedAccumulator<kWarpRows, kBlockN> p;
       tile::pack_accumulator<E>(p, scores);
-      tile::LaneAddress<TileV> v(v_tile(work, block), 0, tile::LaneOrder::kRowsThenChunk);
-      if (kIsolate && partial) {
-        tile::gemm_ab_isolated<E, false>(out, p, v, work.mask, row, block * kBlockN);
-      } else {
-        tile::gemm_ab<E>(out, p, v);
-      }
+      tile::LaneAddress<TileV> v(v_tile(work, block), 0, by_rows);
+      tile::gemm_ab<E>(out, p, v);
     }
     ptx::cp_async_wait<0>();
-    __syncthreads();
+    return __syncthreads_or(special);
   }
 
   static __device__ __forceinline__ void store(const ForwardParams& params, const Work& work,
                                                const tile::TileCoord& tile_coord, Output& out,
                                                const float (&lse)[kWarpRows / 16][2]) {
-    int warp_row = threadIdx.x / 32 * kWarpRows, lane = threadIdx.x % 32;
+    int warp_row = tile::warp_index() * kWarpRows, lane = threadIdx.x % 32;
     tile::store_accumulator<E, TileO>(work.smem, warp_row, out);
     __syncwarp();
     int rows = tile_coord.rows.length - work.first_row;
@@ -165,14 +171,31 @@ struct ForwardSm80 {
       }
   }
 
-  // Returns whether the tile has to be done again with kIsolate.
-  template <bool kIsolate>
-  static __device__ __forceinline__ bool run(const ForwardParams& params, uint32_t smem) {
+  // Adds the NaN and Inf of partial blocks to the outputs that see them.
+  static __device__ __forceinline__ void store_specials(const ForwardParams& params,
+                                                        const Work& work,
+                                                        const tile::TileCoord& coord) {
+    __syncthreads();
+    int cols = params.shape.headdim_v;
+    int rows = min(kBlockM, coord.rows.length - work.first_row);
+#pragma unroll 1
+    for (int index = threadIdx.x; index < rows * cols; index += kThreads) {
+      int row = work.first_row + index / cols, col = index % cols;
+      float sum =
+          tile::sum_specials<E>(work.v, work.mask.visible_keys(row), work.keys, kBlockN, col);
+      if (sum == 0.f) continue;
+      E* out = static_cast<E*>(params.out.data) +
+               params.out.stride.offset(coord.batch, coord.rows.begin + row, coord.head) + col;
+      *out = tile::from_float<E>(tile::to_float(*out) + sum);
+    }
+  }
+
+  static __device__ __forceinline__ void run(const ForwardParams& params, uint32_t smem) {
     const ProblemShape& shape = params.shape;
     tile::TileCoord coord = tile::tile_of_cta(shape.seqlens_q, shape.batch, shape.heads_q, kBlockM);
     // Under a causal mask the last queries see most keys: they start first.
     int first_row = (coord.blocks - 1 - coord.block) * kBlockM;
-    if (coord.block < 0 || first_row >= coord.rows.length) return false;
+    if (coord.block < 0 || first_row >= coord.rows.length) return;
     SeqRows k_rows = shape.seqlens_k.sequence(coord.batch);
     int head_k = coord.head / shape.heads_per_group();
     SequenceMask mask{shape.mask, coord.rows.length, k_rows.length};
@@ -188,17 +211,11 @@ struct ForwardSm80 {
     Output out;
     tile::clear(out);
     Softmax softmax;
-    attend<kIsolate>(work, softmax, out, scale);
+    bool special = attend(work, softmax, out, scale);
     float lse[kWarpRows / 16][2];
     softmax.finish(out, lse, scale.magnitude);
-    if (!kIsolate && __syncthreads_or(tile::any_nonfinite(out))) return true;
     store(params, work, coord, out, lse);
-    return false;
-  }
-
-  // Out of line: the rare second pass costs the first no registers.
-  static __device__ __noinline__ void run_isolated(const ForwardParams& params, uint32_t smem) {
-    run<true>(params, smem);
+    if (special) store_specials(params, work, coord);
   }
 };
 
@@ -206,9 +223,7 @@ template <DType kType, int kHeadDim, int kHeadDimV>
 __global__ void __launch_bounds__(ForwardSm80<kType, kHeadDim, kHeadDimV>::kThreads)
     forward_sm80_kernel(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(128) uint8_t smem[];
-  using Kernel = ForwardSm80<kType, kHeadDim, kHeadDimV>;
-  uint32_t address = ptx::shared_address(smem);
-  if (Kernel::template run<false>(params, address)) Kernel::run_isolated(params, address);
+  ForwardSm80<kType, kHeadDim, kHeadDimV>::run(params, ptx::shared_address(smem));
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV>

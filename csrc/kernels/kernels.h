@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/params.h"
+#include "plan/tile_config.h"
 
 namespace flashattn {
 
@@ -27,9 +28,10 @@ void run_forward_sm80(const ForwardParams& params, void* stream);
 template <DType kType>
 void run_backward_preprocess(const BackwardParams& params, void* stream);
 
-// Adds into dq_accum (in the column order of tile/dq_accum.cuh), writes dk and dv.
+// Adds into dq_accum (in the column order of tile/dq_accum.cuh), writes dk and dv. `smem`: k227KB
+// where the device runs code for sm_90.
 template <DType kType, int kHeadDim, int kHeadDimV>
-void run_backward_sm80(const BackwardParams& params, void* stream);
+void run_backward_sm80(const BackwardParams& params, SmemClass smem, void* stream);
 
 // dq = softmax_scale * dq_accum, in dq's dtype and column order.
 template <DType kType>

@@ -47,4 +47,11 @@ bool kernel_image_available(std::string_view archs, int compute_capability) {
   return false;
 }
 
+Arch arch_of(int compute_capability, std::string_view archs) {
+  Arch arch = arch_of(compute_capability);
+  if (arch != Arch::kSm90) return arch;
+  bool has_sm90 = archs.find("90") != std::string_view::npos;
+  return has_sm90 ? arch : Arch::kSm80;
+}
+
 }  // namespace flashattn

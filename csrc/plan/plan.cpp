@@ -115,12 +115,13 @@ Plan make_backward_plan(const Problem& problem, const Device& device) {
     plan.block_n = kCpuBackwardTile.block_n;
   } else if (plan.head_dims_index != kNoHeadDims) {
     const HeadDims dims = kHeadDims[plan.head_dims_index];
-    const BackwardTile tile = sm80_backward_tile(dims.qk);
+    plan.smem = device.arch == Arch::kSm90 ? SmemClass::k227KB : SmemClass::k99KB;
+    const BackwardTile tile = sm80_backward_tile(dims.qk, plan.smem);
     plan.block_m = tile.block_m;
     plan.block_n = tile.block_n;
     plan.warps = tile.warps;
     plan.stages = tile.stages;
-    plan.smem_bytes = sm80_backward_smem_bytes(dims);
+    plan.smem_bytes = sm80_backward_smem_bytes(dims, plan.smem);
     plan.accum_headdim = dims.qk;
     if (problem.deterministic && problem.need_dq) {
       plan.dq_turns_per_head = dq_turns_per_head(problem, tile.block_m);

@@ -16,7 +16,7 @@ enum class Arch : int32_t { kCpu = 0, kSm80 = 80, kSm90 = 90 };
 
 struct Device {
   std::string name = "cpu";
-  Arch arch = Arch::kCpu;      // the family of kernels it runs
+  Arch arch = Arch::kCpu;      // the code that it runs: kSm90 only where the build has some for it
   int compute_capability = 0;  // 80, 86, 89, 90, 100, ...
   int sm_count = 0;            // CPU: threads
   int64_t smem_per_block = 0;  // bytes a CTA may ask for
@@ -29,6 +29,8 @@ const Device* device_by_name(std::string_view name);
 
 // The family of kernels for a compute capability (80 stands for 8.0).
 Arch arch_of(int compute_capability);
+// For a build with code for `archs` alone: without any for sm_90, its GPUs run that for sm_80.
+Arch arch_of(int compute_capability, std::string_view archs);
 
 // Whether a binary built for `archs` ("80+PTX;90a", the form of FLASHATTN_CUDA_ARCHS) runs on a
 // GPU: machine code runs on its own major version from its minor on ("a": on that very one alone),
@@ -72,10 +74,11 @@ struct Plan {
   Kernel kernel = Kernel::kForwardCpu;
   int head_dims_index = 0;  // into kHeadDims (CUDA)
   int block_m = 0, block_n = 0, warps = 0, stages = 0;
-  int64_t grid = 0;               // CTAs (CUDA), tasks (CPU)
-  int64_t smem_bytes = 0;         // a CTA
-  int accum_headdim = 0;          // columns of dq_accum
-  int64_t dq_turns_per_head = 0;  // see dq_turns_per_head()
+  int64_t grid = 0;                   // CTAs (CUDA), tasks (CPU)
+  int64_t smem_bytes = 0;             // a CTA
+  SmemClass smem = SmemClass::k99KB;  // which tile the backward takes
+  int accum_headdim = 0;              // columns of dq_accum
+  int64_t dq_turns_per_head = 0;      // see dq_turns_per_head()
   WorkspaceLayout workspace;
   bool supported = true;
   const char* unsupported_reason = nullptr;

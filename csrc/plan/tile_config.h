@@ -33,8 +33,7 @@ struct ForwardTile {
 
 constexpr ForwardTile sm80_forward_tile(int headdim) {
   if (headdim <= 64) return {128, 128, 4, 2};
-  if (headdim <= 96) return {128, 64, 4, 2};
-  if (headdim <= 128) return {128, 64, 4, 2};
+  if (headdim <= 128) return {128, 64, 4, 1};
   return {64, 64, 4, 1};
 }
 
@@ -49,25 +48,33 @@ struct BackwardTile {
   int block_m;  // queries a step
   int block_n;  // keys a CTA
   int warps;
-  int stages;  // Q/dO buffers in shared memory
+  int stages;           // Q/dO buffers in shared memory
+  bool p_in_registers;  // a warp holds dK and dV of its keys, and P^T needs no shared memory
 };
 
-constexpr BackwardTile sm80_backward_tile(int headdim) {
-  if (headdim <= 64) return {64, 128, 4, 2};
-  if (headdim <= 128) return {64, 128, 8, 2};
-  return {64, 64, 8, 2};
+// Code for sm_90 uses tiles for its 227 KB of shared memory a CTA; code for sm_80, which runs on
+// everything else, fits in the 99 KB of the smallest of them.
+enum class SmemClass { k99KB, k227KB };
+
+constexpr BackwardTile sm80_backward_tile(int headdim, SmemClass smem) {
+  if (headdim <= 64) return {64, 128, 4, 2, true};
+  if (smem == SmemClass::k227KB) {
+    if (headdim <= 128) return {64, 128, 8, 2, false};
+    return {64, 64, 8, 2, false};
+  }
+  if (headdim <= 96) return {64, 64, 8, 2, false};
+  if (headdim <= 128) return {32, 64, 8, 2, false};
+  if (headdim <= 192) return {32, 32, 4, 2, false};
+  return {32, 32, 4, 1, false};
 }
 
-// Above, a warp can't hold dK and dV of its keys: P^T passes through shared memory.
-constexpr bool sm80_backward_p_in_registers(int headdim) { return headdim <= 128; }
-
 // K and V; `stages` times Q, dO and two fp32 statistics a row; P^T; two buffers of dS^T.
-constexpr int64_t sm80_backward_smem_bytes(HeadDims dims) {
-  BackwardTile tile = sm80_backward_tile(dims.qk);
+constexpr int64_t sm80_backward_smem_bytes(HeadDims dims, SmemClass smem) {
+  BackwardTile tile = sm80_backward_tile(dims.qk, smem);
   int64_t scores = 2 * tile.block_m * tile.block_n;
   int64_t stage = 2 * tile.block_m * (dims.qk + dims.v) + 2 * 4 * tile.block_m;
   return 2 * tile.block_n * (dims.qk + dims.v) + tile.stages * stage +
-         (sm80_backward_p_in_registers(dims.qk) ? 2 : 3) * scores;
+         (tile.p_in_registers ? 2 : 3) * scores;
 }
 
 // CPU: rows and keys a block, the same for every head dim.

@@ -12,6 +12,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The value, with its origin hidden from the compiler: it can neither be computed again where it is
+// used nor be shared with the same value elsewhere.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // cp.async, 16 bytes past L1; writes zeros and reads nothing unless `valid`.
 // PTX ISA: Data Movement, cp.async.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {
@@ -43,11 +50,13 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 
 // PTX ISA: Data Movement, ld.shared and st.shared.
-__device__ __forceinline__ void store_shared_u16(uint32_t shared, uint16_t value) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(value) : "memory");
-}
 __device__ __forceinline__ void store_shared_u32(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_shared_v4(uint32_t shared, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
 }
 __device__ __forceinline__ uint16_t load_shared_u16(uint32_t shared) {
   uint16_t value;

@@ -200,8 +200,9 @@ py::dict forward_tile(int headdim) {
                   py::arg("warps") = tile.warps, py::arg("stages") = tile.stages);
 }
 
-py::dict backward_tile(int headdim) {
-  const BackwardTile tile = sm80_backward_tile(headdim);
+py::dict backward_tile(int headdim, bool sm90) {
+  const BackwardTile tile =
+      sm80_backward_tile(headdim, sm90 ? SmemClass::k227KB : SmemClass::k99KB);
   return py::dict(py::arg("block_m") = tile.block_m, py::arg("block_n") = tile.block_n,
                   py::arg("warps") = tile.warps, py::arg("stages") = tile.stages);
 }
@@ -213,7 +214,7 @@ void bind_tiles(py::module_& module) {
   module.def("head_dims_index", &head_dims_index, py::arg("headdim"), py::arg("headdim_v"),
              "Which of HEAD_DIMS a problem runs in; -1: none");
   module.def("sm80_forward_tile", &forward_tile, py::arg("headdim"));
-  module.def("sm80_backward_tile", &backward_tile, py::arg("headdim"));
+  module.def("sm80_backward_tile", &backward_tile, py::arg("headdim"), py::arg("sm90"));
 }
 
 }  // namespace

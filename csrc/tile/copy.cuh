@@ -7,6 +7,7 @@
 #include "common/params.h"
 #include "ptx/sm80.cuh"
 #include "tile/element.cuh"
+#include "tile/fragment.cuh"
 #include "tile/smem_layout.cuh"
 
 namespace flashattn::tile {
@@ -29,58 +30,75 @@ struct GlobalRows {
         aligned16(tensor.aligned16) {}
 };
 
+// The 16-byte chunks of a tile that a thread copies: in each slab the same column, and rows in
+// steps that have the swizzle's period, so that addresses differ by constants alone.
+template <class Tile, int kThreads>
+struct ThreadChunks {
+  static constexpr int kRowChunks = Tile::kSlabCols / 8;
+  static constexpr int kRowStep = kThreads / kRowChunks;
+  static constexpr int kRows = Tile::kRows / kRowStep;  // a slab
+  static constexpr int kSlabs = Tile::kCols / Tile::kSlabCols;
+  static_assert(kThreads % kRowChunks == 0 && kRowStep % 8 == 0, "rows step by the period");
+  static_assert(Tile::kRows % kRowStep == 0, "threads share the rows evenly");
+
+  int first_row = threadIdx.x / kRowChunks;
+  int first_col = threadIdx.x % kRowChunks * 8;
+  uint32_t first_offset = Tile::chunk_offset(first_row, first_col);
+
+  __device__ __forceinline__ int row(int i) const { return first_row + i * kRowStep; }
+  __device__ __forceinline__ int col(int slab) const { return first_col + slab * Tile::kSlabCols; }
+  __device__ __forceinline__ uint32_t offset(int i, int slab) const {
+    return first_offset + i * kRowStep * Tile::kPitch + slab * Tile::kSlabBytes;
+  }
+};
+
 // 16-byte copies, asynchronous: the caller commits and waits.
 template <class Tile, int kThreads>
 __device__ __forceinline__ void load_tile_async(uint32_t tile, const GlobalRows& source,
                                                 int first_row) {
-  constexpr int kChunks = Tile::kCols / 8;  // a row
-  constexpr int kTotal = Tile::kRows * kChunks;
-  static_assert(kTotal % kThreads == 0, "threads share a tile's chunks evenly");
-  int thread = threadIdx.x;
-  if constexpr (kThreads % kChunks == 0) {
-    // Every thread keeps its column and steps down the rows.
-    constexpr int kRowStep = kThreads / kChunks;
-    int row = thread / kChunks, col = thread % kChunks * 8;
-    const uint16_t* global = source.data + (first_row + row) * source.row_stride + col;
-    uint32_t shared = tile + Tile::chunk_offset(row, col);
-    int64_t step = kRowStep * source.row_stride;
-    bool whole = first_row + Tile::kRows <= source.rows && Tile::kCols == source.cols;
-    bool col_valid = col < source.cols;
+  ThreadChunks<Tile, kThreads> chunks;
+  const uint16_t* global =
+      source.data + (first_row + chunks.first_row) * source.row_stride + chunks.first_col;
+  int64_t step = chunks.kRowStep * source.row_stride;
+  bool whole = first_row + Tile::kRows <= source.rows && Tile::kCols == source.cols;
+  if (whole) {
 #pragma unroll
-    for (int i = 0; i < kTotal / kThreads; ++i) {
-      // The row step is a multiple of the swizzle's period: only the row's offset changes.
-      uint32_t target = kRowStep % 8 == 0 ? shared + i * kRowStep * Tile::kPitch
-                                          : tile + Tile::chunk_offset(row + i * kRowStep, col);
-      if (whole) {
-        ptx::cp_async_16(target, global);
-      } else {
-        bool valid = col_valid && first_row + row + i * kRowStep < source.rows;
-        ptx::cp_async_16(target, valid ? global : source.data, valid);
+    for (int i = 0; i < chunks.kRows; ++i, global += step)
+#pragma unroll
+      for (int slab = 0; slab < chunks.kSlabs; ++slab) {
+        ptx::cp_async_16(tile + chunks.offset(i, slab), global + slab * Tile::kSlabCols);
       }
-      global += step;
-    }
   } else {
 #pragma unroll
-    for (int i = 0; i < kTotal / kThreads; ++i) {
-      int index = thread + i * kThreads;
-      int row = index / kChunks, col = index % kChunks * 8;
-      bool valid = col < source.cols && first_row + row < source.rows;
-      const uint16_t* global = source.data + (first_row + row) * source.row_stride + col;
-      ptx::cp_async_16(tile + Tile::chunk_offset(row, col), valid ? global : source.data, valid);
-    }
+    for (int i = 0; i < chunks.kRows; ++i, global += step)
+#pragma unroll
+      for (int slab = 0; slab < chunks.kSlabs; ++slab) {
+        bool valid = first_row + chunks.row(i) < source.rows && chunks.col(slab) < source.cols;
+        ptx::cp_async_16(tile + chunks.offset(i, slab),
+                         valid ? global + slab * Tile::kSlabCols : source.data, valid);
+      }
   }
 }
 
-// Element by element, for tensors that 16-byte copies can't reach. Done when it returns, for the
-// thread itself.
+// Element by element, for tensors that 16-byte copies can't reach; the same chunks a thread.
 template <class Tile, int kThreads>
-__device__ __noinline__ void load_tile_elements(uint32_t tile, const GlobalRows& source,
-                                                int first_row) {
-  for (int index = threadIdx.x; index < Tile::kRows * Tile::kCols; index += kThreads) {
-    int row = index / Tile::kCols, col = index % Tile::kCols;
-    bool valid = col < source.cols && first_row + row < source.rows;
-    uint16_t value = valid ? source.data[(first_row + row) * source.row_stride + col] : 0;
-    ptx::store_shared_u16(tile + Tile::element_offset(row, col), value);
+__device__ __forceinline__ void load_tile_elements(uint32_t tile, const GlobalRows& source,
+                                                   int first_row) {
+  ThreadChunks<Tile, kThreads> chunks;
+#pragma unroll 1
+  for (int i = 0; i < chunks.kRows * chunks.kSlabs; ++i) {
+    int row = first_row + chunks.row(i / chunks.kSlabs), col = chunks.col(i % chunks.kSlabs);
+    const uint16_t* from = source.data + row * source.row_stride + col;
+    int cols = row < source.rows ? source.cols - col : 0;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      uint32_t low = 2 * pair < cols ? from[2 * pair] : 0;
+      uint32_t high = 2 * pair + 1 < cols ? from[2 * pair + 1] : 0;
+      pairs[pair] = low | high << 16;
+    }
+    ptx::store_shared_v4(tile + chunks.offset(i / chunks.kSlabs, i % chunks.kSlabs),
+                         make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
   }
 }
 
@@ -111,6 +129,7 @@ __device__ __forceinline__ void store_rows(void* data, int64_t row_stride, bool 
       }
     }
   } else {
+#pragma unroll 1
     for (int index = lane; index < kRows * Tile::kCols; index += kLanes) {
       int row = first_row + index / Tile::kCols, col = index % Tile::kCols;
       if (row < rows && col < cols) {
@@ -120,24 +139,32 @@ __device__ __forceinline__ void store_rows(void* data, int64_t row_stride, bool 
   }
 }
 
-// Rounds a warp's accumulators into the tile's rows from `first_row` on. kColStep and col_group:
-// the warp's columns, as in gemm_ab_step.
+// A warp's rounded accumulators to the tile's rows from `first_row` on. kColStep and col_group: the
+// warp's columns, as in gemm_ab_step.
+template <class Tile, int kColStep = 1, int KT, int MT>
+__device__ __forceinline__ void store_packed(uint32_t tile, int first_row,
+                                             const uint32_t (&packed)[KT][MT][4],
+                                             int col_group = 0) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < KT; ++k)
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int row = first_row + 16 * m + lane / 4 + i % 2 * 8;
+        int col = 16 * (k * kColStep + col_group) + i / 2 * 8;
+        ptx::store_shared_u32(tile + Tile::chunk_offset(row, col) + lane % 4 * 4, packed[k][m][i]);
+      }
+}
+
 template <class E, class Tile, int kColStep = 1, int MT, int NT>
 __device__ __forceinline__ void store_accumulator(uint32_t tile, int first_row,
                                                   const float (&acc)[MT][NT][4],
                                                   int col_group = 0) {
-  int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int m = 0; m < MT; ++m)
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int row = first_row + 16 * m + lane / 4 + 8 * half;
-        int col = 16 * (n / 2 * kColStep + col_group) + n % 2 * 8;
-        ptx::store_shared_u32(tile + Tile::chunk_offset(row, col) + lane % 4 * 4,
-                              pack<E>(acc[m][n][2 * half], acc[m][n][2 * half + 1]));
-      }
+  uint32_t packed[NT / 2][MT][4];
+  pack_accumulator<E>(packed, acc);
+  store_packed<Tile, kColStep>(tile, first_row, packed, col_group);
 }
 
 }  // namespace flashattn::tile

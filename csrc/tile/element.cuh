@@ -38,6 +38,17 @@ __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
 }
 
 template <class E>
+__device__ __forceinline__ float2 unpack(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
+  return __half22float2(reinterpret_cast<__half2&>(pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
+  return __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(pair));
+}
+
+template <class E>
 __device__ __forceinline__ float to_float(E x);
 template <>
 __device__ __forceinline__ float to_float(__half x) {

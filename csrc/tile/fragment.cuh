@@ -122,16 +122,6 @@ __device__ __forceinline__ void load_a(uint32_t (&a)[KT][MT][4], LaneAddress<Til
     for (int m = 0; m < MT; ++m) ptx::ldmatrix_x4(a[k][m], address.at(16 * m, 16 * k));
 }
 
-// Its transpose: A^T, where A is [k][m] (kChunkThenRows).
-template <int MT, int KT, class TileA>
-__device__ __forceinline__ void load_a_transposed(uint32_t (&a)[KT][MT][4],
-                                                  LaneAddress<TileA> address) {
-#pragma unroll
-  for (int k = 0; k < KT; ++k)
-#pragma unroll
-    for (int m = 0; m < MT; ++m) ptx::ldmatrix_x4_trans(a[k][m], address.at(16 * k, 16 * m));
-}
-
 // acc += A^T B over kK: A is [k][m] in shared memory (kChunkThenRows).
 template <class E, int kK, int kColStep, int MT, int NT, class TileA, class TileB>
 __device__ __forceinline__ void gemm_atb(float (&acc)[MT][NT][4], LaneAddress<TileA> a,

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "ptx/sm80.cuh"
+
 namespace flashattn::tile {
 
 template <int kRows_, int kCols_>
@@ -40,30 +42,49 @@ enum class LaneOrder {
   kChunkThenRows,  // lanes 0-7: rows 0-7, first 8 columns; 8-15: next 8 columns; then rows 8-15
 };
 
-// One lane's addresses for ldmatrix over a tile: the swizzle is worked out once, what is left is
-// one exclusive or a column and constants folded into the instruction.
-template <class Tile>
-struct LaneAddress {
-  uint32_t row_base;  // of the lane's row in the first slab
-  uint32_t chunk;     // the lane's chunk, permuted, in bytes
+// What a lane adds to the address of a 16x16 piece, for each of the pieces side by side in a slab.
+// All tiles of one slab width share these few registers: the swizzle has the period of the rows'
+// steps. `first_col`, a multiple of 16, moves the pieces within the slab.
+template <int kSlabCols>
+struct LaneOffsets {
+  static constexpr int kPieces = kSlabCols / 16;
+  uint32_t bytes[kPieces];
 
-  // first_col: a multiple of 16 below Tile::kSlabCols.
-  __device__ __forceinline__ LaneAddress(uint32_t tile, int first_row, LaneOrder order,
-                                         int first_col = 0) {
+  __device__ __forceinline__ explicit LaneOffsets(LaneOrder order, int first_col = 0) {
+    using Slab = SmemTile<16, kSlabCols>;
     int lane = threadIdx.x % 32;
     bool rows_first = order == LaneOrder::kRowsThenChunk;
-    int row = first_row + (rows_first ? lane % 16 : lane % 8 + lane / 16 * 8);
+    int row = rows_first ? lane % 16 : lane % 8 + lane / 16 * 8;
     int second_chunk = rows_first ? lane / 16 : lane / 8 % 2;
-    row_base = tile + row * Tile::kPitch;
-    chunk = (second_chunk << 4) ^ (first_col * 2) ^ Tile::swizzle(row);
-  }
-
-  // Address of the 16x16 piece at (first_row + row, first_col + col); row and col are multiples of
-  // 16, and col has no bits below Tile::kSlabCols in common with first_col.
-  __device__ __forceinline__ uint32_t at(int row, int col) const {
-    return row_base + (col / Tile::kSlabCols) * Tile::kSlabBytes + row * Tile::kPitch +
-           (chunk ^ ((col % Tile::kSlabCols) * 2));
+    uint32_t chunk = (second_chunk << 4) ^ (first_col * 2) ^ Slab::swizzle(row);
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      // Opaque, or the compiler spreads the sum over each tile's address again.
+      bytes[piece] = ptx::opaque(row * Slab::kPitch + (chunk ^ (piece * 32)));
+    }
   }
 };
+
+// One lane's addresses for ldmatrix over a tile from row `first_row` (a multiple of 16) on.
+template <class Tile>
+struct LaneAddress {
+  uint32_t tile;  // the same in all lanes: it stays in a uniform register
+  const LaneOffsets<Tile::kSlabCols>& lanes;
+
+  __device__ __forceinline__ LaneAddress(uint32_t tile_address, int first_row,
+                                         const LaneOffsets<Tile::kSlabCols>& lane_offsets)
+      : tile(tile_address + first_row * Tile::kPitch), lanes(lane_offsets) {}
+
+  // Address of the 16x16 piece at (first_row + row, col), both multiples of 16. With a first_col in
+  // the offsets, the piece's column is the exclusive or of the two.
+  __device__ __forceinline__ uint32_t at(int row, int col) const {
+    constexpr int kSlabCols = Tile::kSlabCols;
+    return lanes.bytes[col % kSlabCols / 16] + tile + (col / kSlabCols) * Tile::kSlabBytes +
+           row * Tile::kPitch;
+  }
+};
+
+// The warp's number, known to be the same in all its lanes.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
 
 }  // namespace flashattn::tile

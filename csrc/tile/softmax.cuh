@@ -11,6 +11,7 @@
 namespace flashattn::tile {
 
 constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kNan = __builtin_nanf("");
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
