@@ -22,6 +22,7 @@ hypothesis.settings.load_profile("suite")
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
+    config.addinivalue_line("markers", "cpu: says nothing about a GPU")
     config.addinivalue_line("markers", "large: needs many GB of GPU memory")
     config.addinivalue_line("markers", "multi_gpu: needs two GPUs")
 
@@ -43,6 +44,13 @@ def pytest_generate_tests(metafunc):
     pairs = [(device, dtype) for device in devices for dtype in DTYPES[device]]
     ids = [f"{device}-{DTYPE_NAMES[dtype]}" for device, dtype in pairs]
     metafunc.parametrize(("device", "dtype"), pairs, ids=ids)
+
+
+def pytest_collection_modifyitems(config, items):
+    if "cpu" not in config.getoption("--devices"):
+        for item in items:
+            if item.get_closest_marker("cpu"):
+                item.add_marker(pytest.mark.skip(reason="cpu is not among --devices"))
 
 
 def pytest_report_header(config):

@@ -68,6 +68,7 @@ def test_batch_neighbours_do_not_matter(device, dtype):
         same_bits(name, x, y[one])
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_do_not_matter(threads):
     """CPU: how the work is shared among threads changes no bit."""

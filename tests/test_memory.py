@@ -37,6 +37,7 @@ def cpu_kilobytes(seqlen, deterministic):
     return int(run.stdout)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 def test_cpu_memory_is_linear(deterministic):
     used = [cpu_kilobytes(seqlen, deterministic) for seqlen in LENGTHS]

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from flashattn import _plan
 
+pytestmark = pytest.mark.cpu
+
 LENGTH = st.integers(0, 70)
 BOUND = st.just(-1) | st.integers(0, 80)
 BLOCK = st.sampled_from([1, 2, 3, 16, 32, 64])

@@ -7,6 +7,8 @@ import torch
 
 from flashattn import reference
 
+pytestmark = pytest.mark.cpu
+
 INF = float("inf")
 
 

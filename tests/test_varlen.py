@@ -32,9 +32,8 @@ def test_padded_slots(device, dtype):
     ids=str,
 )
 def test_unequal_lengths(problem, device, dtype):
-    check_problem(
-        problem, make_inputs(problem, device, dtype), any_rows=min(problem.seqlens_k) < 15
-    )
+    inputs = make_inputs(problem, device, dtype)
+    check_problem(problem, inputs, any_rows=min(problem.seqlens_k) < 15)
 
 
 def test_packed_equals_fixed(device, dtype):

@@ -15,8 +15,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=reason))
         elif item.get_closest_marker("multi_gpu") and gpus < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
-        elif item.get_closest_marker("large") and memory < 40 << 30:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU with 40 GB"))
+        elif item.get_closest_marker("large") and memory < 80 << 30:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU with 80 GB"))
 
 
 @pytest.fixture(autouse=True)

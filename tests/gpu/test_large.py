@@ -60,10 +60,10 @@ def test_more_than_2_31_elements():
 
 
 def test_more_than_65535_sequences_and_heads():
-    problem = fixed(70_000, 3, heads=2, headdim=16)
+    problem = fixed(70_000, 24, heads=2, headdim=16)
     inputs = fixed_inputs(problem)
     check_batch_entries(problem, inputs, attend(problem, inputs), (0, 65_535, 65_536, 69_999))
-    problem = fixed(1, 5, heads=70_000, headdim=16)
+    problem = fixed(1, 24, heads=70_000, headdim=16)
     inputs = fixed_inputs(problem)
     check_batch_entries(problem, inputs, attend(problem, inputs), (0,))
 
