@@ -5,6 +5,7 @@
 
 #include "kernels/cpu_convert.h"
 #include "kernels/cpu_matmul.h"
+#include "kernels/forward_cpu.h"
 
 namespace flashattn::FLASHATTN_CPU_ISA {
 
@@ -41,11 +42,12 @@ struct BackwardScratch {
   }
 };
 
-// One row: scores and dprobs become p = exp(scale * score - lse) and ds = p * (dprob - delta).
+// One row: scores and dprobs become p = exp(scale * score - lse - lse_rest) and ds = p * (dprob -
+// delta).
 FLASHATTN_CPU_INLINE void row_gradient(float* scores, float* dprobs, int begin, int end,
-                                       float scale, float lse, float delta) {
+                                       float scale, float lse, float lse_rest, float delta) {
   for (int n = begin; n < end; n += kLanes) {
-    Vec p = exp(load(scores + n) * scale - lse);
+    Vec p = exp(load(scores + n) * scale - lse - lse_rest);
     store(scores + n, p);
     store(dprobs + n, p * (load(dprobs + n) - delta));
   }
@@ -80,7 +82,7 @@ class BackwardBlocks {
   struct Pair {
     int head, row, rows;
     Matrix q, dout;
-    const float *lse, *delta;
+    const float *lse, *lse_rest, *delta;
     int begin, keys;  // from the first key of the block on
     bool masked;      // some pairs are hidden
   };
@@ -111,6 +113,7 @@ class BackwardBlocks {
             .q = {workspace_.q.at(head, packed_row), workspace_.q.stride},
             .dout = {workspace_.dout.at(head, packed_row), workspace_.dout.stride},
             .lse = params_.lse.data + params_.lse.offset(batch_, head, queries_.begin + row),
+            .lse_rest = workspace_.lse_rest.at(head, packed_row),
             .delta = workspace_.delta.at(head, packed_row),
             .begin = 0,
             .keys = keys,
@@ -148,12 +151,10 @@ class BackwardBlocks {
 
   void run_pair(Pair& pair) {
     Matrix probs = scratch_.probs, dscores = scratch_.dscores;
-    multiply<LeftOperand::kPlain, Update::kSet>(probs, pair.q,
-                                                scratch_.k_transposed.from(0, pair.begin),
-                                                pair.rows, pair.keys, shape_.headdim);
-    multiply<LeftOperand::kPlain, Update::kSet>(dscores, pair.dout,
-                                                scratch_.v_transposed.from(0, pair.begin),
-                                                pair.rows, pair.keys, shape_.headdim_v);
+    multiply_headdim(probs, pair.q, scratch_.k_transposed.from(0, pair.begin), pair.rows, pair.keys,
+                     shape_.headdim);
+    multiply_headdim(dscores, pair.dout, scratch_.v_transposed.from(0, pair.begin), pair.rows,
+                     pair.keys, shape_.headdim_v);
     differentiate_softmax(pair);
     if (params_.dk.data != nullptr) {
       add_to_keys(scratch_.dv, probs, pair.dout, pair, shape_.headdim_v);
@@ -174,7 +175,7 @@ class BackwardBlocks {
       // A score of inf makes the whole row of the softmax NaN.
       float row_lse = lse[i] == kInfinity ? __builtin_nanf("") : lse[i];
       row_gradient(p, ds, seen.begin / kLanes * kLanes, seen.end, shape_.softmax_scale, row_lse,
-                   pair.delta[i]);
+                   pair.lse_rest[i], pair.delta[i]);
       if (!pair.masked) continue;
       fill(p, seen.begin, 0.f);
       fill(ds, seen.begin, 0.f);
@@ -281,6 +282,30 @@ inline void prepare_backward(const BackwardParams& params, const BackwardWorkspa
                              int64_t batch, int head, int row_begin) {
   for_dtype(params.shape.dtype, [&]<typename T>(TypeTag<T>) {
     prepare_rows<T>(params, workspace, batch, head, row_begin);
+  });
+}
+
+// Where |lse| is large, fp32 rounds it so coarsely that probabilities would be wrong by as much.
+inline void refine_lse(const BackwardParams& params, const BackwardWorkspace& workspace,
+                       int64_t batch, int head, int row_begin, float* scratch) {
+  const ProblemShape& shape = params.shape;
+  float exact_enough = shape.dtype == DType::kFloat32 ? 32.f : 512.f;
+  SeqRows queries = shape.seqlens_q.sequence(batch);
+  int rows = min(kCpuForwardTile.block_m, queries.length - row_begin);
+  const float* lse = params.lse.data + params.lse.offset(batch, head, queries.begin + row_begin);
+  bool needed = false;
+  for (int i = 0; i < rows; ++i) {
+    float size = lse[i] < 0.f ? -lse[i] : lse[i];
+    needed |= size > exact_enough && size < kInfinity;
+  }
+  if (!needed) return;
+  ForwardParams forward = {
+      .shape = shape, .q = params.q, .k = params.k, .v = params.v, .out = {}, .lse = params.lse};
+  int64_t packed_row = PackedRows::first_row(shape.seqlens_q, batch, queries.begin) + row_begin;
+  float* lse_rest = workspace.lse_rest.at(head, packed_row);
+  for_dtype(shape.dtype, [&]<typename T>(TypeTag<T>) {
+    ForwardBlock<T>(forward, ForwardWorkspace(), batch, head, row_begin, scratch)
+        .run_lse_rest(lse, lse_rest);
   });
 }
 

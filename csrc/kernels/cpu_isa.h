@@ -25,6 +25,7 @@ const CpuKernels kKernels = {
     .forward = forward,
     .forward_scratch = ForwardScratch::floats,
     .prepare_backward = prepare_backward,
+    .refine_lse = refine_lse,
     .backward = backward,
     .backward_scratch = BackwardScratch::floats,
     .store_dq = store_dq,

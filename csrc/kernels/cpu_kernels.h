@@ -38,8 +38,9 @@ struct ForwardWorkspace {
 
 struct BackwardWorkspace {
   PackedRows q, dout;
-  PackedRows delta;  // stride 1: <dout, out> - dlse
-  PackedRows dq;     // (splits * heads_q, rows, headdim), zeroed; null: dq isn't wanted
+  PackedRows delta;     // stride 1: <dout, out> - dlse
+  PackedRows lse_rest;  // stride 1, zeroed: what fp32 leaves out of lse
+  PackedRows dq;        // (splits * heads_q, rows, headdim), zeroed; null: dq isn't wanted
   int splits = 1;
 };
 
@@ -58,6 +59,9 @@ struct CpuKernels {
   // q, dout and delta of a block of queries.
   void (*prepare_backward)(const BackwardParams&, const BackwardWorkspace&, int64_t batch, int head,
                            int row_begin);
+  // lse_rest of a block of queries (the forward's), where lse is large.
+  void (*refine_lse)(const BackwardParams&, const BackwardWorkspace&, int64_t batch, int head,
+                     int row_begin, float* scratch);
   // dk and dv of the key blocks split, split + splits, ... of one sequence and KV head, and their
   // part of dq.
   void (*backward)(const BackwardParams&, const BackwardWorkspace&, int64_t batch, int head_k,

@@ -91,6 +91,15 @@ void multiply(Matrix c, Matrix a, Matrix b, int rows, int columns, int depth,
 }
 static_assert(kTileVecs == 3, "multiply() has a case for each number of vectors");
 
+// C = AB over head dims: in two sums if they are long, for the sake of the roundings.
+inline void multiply_headdim(Matrix c, Matrix a, Matrix b, int rows, int columns, int headdim) {
+  constexpr int kChain = 128;
+  multiply<LeftOperand::kPlain, Update::kSet>(c, a, b, rows, columns, min(headdim, kChain));
+  if (headdim <= kChain) return;
+  multiply<LeftOperand::kPlain, Update::kAdd>(c, a.from(0, kChain), b.from(kChain, 0), rows,
+                                              columns, headdim - kChain);
+}
+
 inline bool all_finite(Matrix x, int rows, int columns) {
   constexpr uint32_t kExponent = 0x7f800000;
   uint32_t found = 0;

@@ -19,7 +19,7 @@ struct ForwardScratch {
   Matrix scores;        // (block_n, kPanel): scores, then probabilities
   Matrix query_panels;  // (panels * headdim, kPanel): q transposed, with the sign of softmax_scale
   Matrix out_panels;    // (panels * headdim_v, kPanel): not yet divided by row_sum
-  Matrix row_max;       // (panels, kPanel)
+  Matrix row_max;       // (panels, kPanel): of the scaled scores
   Matrix row_sum;       // (panels, kPanel)
   Matrix correction;    // (1, kPanel): the factor of what was summed before this block
   int headdim, headdim_v;  // rows a panel, whole tiles
@@ -77,7 +77,7 @@ inline void mask_scores(Matrix scores, int key_begin, int keys, const SequenceMa
 }
 
 // softmax_scale in two factors: q's is exact, the scores' is positive, so that their maximum can be
-// taken before it is applied (in one instruction with the subtraction).
+// taken before it is applied, in one instruction with the subtraction.
 struct ScoreScale {
   float sign, magnitude;
 
@@ -87,12 +87,12 @@ struct ScoreScale {
   }
 };
 
-// Scores become exp(scale * (score - maximum)); maximum and sum of the rows move on.
+// Scores become exp(scale * score - maximum); maximum and sum of the rows move on.
 inline void update_softmax(Matrix scores, int keys, float scale, float* row_max, float* row_sum,
                            float* correction) {
   Vec maximum[kTileVecs], reference[kTileVecs], sum[kTileVecs] = {};
   FLASHATTN_CPU_UNROLL
-  for (int j = 0; j < kTileVecs; ++j) maximum[j] = load(row_max + j * kLanes);
+  for (int j = 0; j < kTileVecs; ++j) maximum[j] = broadcast(-kInfinity);
   for (int n = 0; n < keys; ++n) {
     FLASHATTN_CPU_UNROLL
     for (int j = 0; j < kTileVecs; ++j) {
@@ -101,10 +101,12 @@ inline void update_softmax(Matrix scores, int keys, float scale, float* row_max,
   }
   FLASHATTN_CPU_UNROLL
   for (int j = 0; j < kTileVecs; ++j) {
+    Vec before = load(row_max + j * kLanes);
+    maximum[j] = max_into(before, maximum[j] * scale);
     // Of an infinite maximum take 0: exp(-inf) is 0 for a row without a key so far, exp(inf) makes
     // lse inf and out NaN; the difference of infinities would be NaN in both.
-    reference[j] = maximum[j] - maximum[j] == 0.f ? maximum[j] * scale : Vec{};
-    store(correction + j * kLanes, exp(load(row_max + j * kLanes) * scale - reference[j]));
+    reference[j] = maximum[j] - maximum[j] == 0.f ? maximum[j] : Vec{};
+    store(correction + j * kLanes, exp(before - reference[j]));
     store(row_max + j * kLanes, maximum[j]);
   }
   for (int n = 0; n < keys; ++n) {
@@ -147,6 +149,22 @@ class ForwardBlock {
 
   void run() {
     load_queries();
+    visit_keys(true);
+    for (int panel = 0; panel * kPanel < rows_; ++panel) store_panel(panel);
+  }
+
+  // What fp32 leaves out of lse: log(sum of exp(score - lse)).
+  void run_lse_rest(const float* lse, float* lse_rest) {
+    load_queries();
+    visit_keys(false);
+    for (int i = 0; i < rows_; ++i) {
+      float rest = *scratch_.row_max.at(0, i) - lse[i] + __builtin_logf(*scratch_.row_sum.at(0, i));
+      lse_rest[i] = rest - rest == 0.f ? rest : 0.f;
+    }
+  }
+
+ private:
+  void visit_keys(bool sum_values) {
     constexpr int kKeys = kCpuForwardTile.block_n;
     BlockRange range = mask_.key_blocks(row_begin_, rows_, kKeys);
     for (int block = range.begin; block < range.end; ++block) {
@@ -156,13 +174,12 @@ class ForwardBlock {
       bool partial = range.partial(block);
       bool v_finite = !partial || all_finite(v_, keys, shape_.headdim_v);
       for (int panel = 0; panel * kPanel < rows_; ++panel) {
-        attend(panel, key_begin, keys, partial, v_finite);
+        KeyPart part = score(panel, key_begin, keys, partial);
+        if (sum_values && part.keys > 0) add_values(panel, part, v_finite);
       }
     }
-    for (int panel = 0; panel * kPanel < rows_; ++panel) store_panel(panel);
   }
 
- private:
   int panel_rows(int panel) const { return min(kPanel, rows_ - panel * kPanel); }
 
   void load_queries() {
@@ -192,39 +209,50 @@ class ForwardBlock {
               params_.v.stride.row, keys, shape_.headdim_v);
   }
 
-  // One panel of queries against the key block.
-  void attend(int panel, int key_begin, int keys, bool partial, bool v_finite) {
-    int begin = 0, end = keys, row = row_begin_ + panel * kPanel;
-    bool masked = false;
+  // Of the key block the keys that some query of a panel sees, from `begin` on.
+  struct KeyPart {
+    int begin, keys;
+    int first_key;  // in the sequence
+    bool masked;    // some pairs are hidden
+  };
+
+  // Leaves probabilities in scratch, before their division by row_sum.
+  KeyPart score(int panel, int key_begin, int keys, bool partial) {
+    KeyPart part = {0, keys, key_begin, false};
+    int row = row_begin_ + panel * kPanel;
     if (partial) {
       KeyRange first = mask_.visible_keys(row);
       KeyRange last = mask_.visible_keys(row + panel_rows(panel) - 1);
-      begin = max(0, first.begin - key_begin);
-      end = min(keys, last.end - key_begin);
-      if (begin >= end) return;
-      masked = last.begin - key_begin > begin || first.end - key_begin < end;
+      part.begin = max(0, first.begin - key_begin);
+      int end = min(keys, last.end - key_begin);
+      part.masked = last.begin - key_begin > part.begin || first.end - key_begin < end;
+      part.keys = max(0, end - part.begin);
+      part.first_key = key_begin + part.begin;
+      if (part.keys == 0) return part;
     }
-    keys = end - begin;
-    key_begin += begin;
-    Matrix k = k_.from(begin, 0), v = v_.from(begin, 0), scores = scratch_.scores;
-    Matrix out = scratch_.out_panel(panel);
-    float* correction = scratch_.correction.data;
-    multiply<LeftOperand::kPlain, Update::kSet>(scores, k, scratch_.query_panel(panel), keys,
-                                                kPanel, shape_.headdim);
-    if (masked) mask_scores(scores, key_begin, keys, mask_, row);
-    update_softmax(scores, keys, scale_.magnitude, scratch_.row_max.at(panel, 0),
-                   scratch_.row_sum.at(panel, 0), correction);
-    if (!masked || v_finite) {
-      multiply<LeftOperand::kTransposed, Update::kScaleAndAdd>(out, v, scores, shape_.headdim_v,
-                                                               kPanel, keys, correction);
+    multiply_headdim(scratch_.scores, k_.from(part.begin, 0), scratch_.query_panel(panel),
+                     part.keys, kPanel, shape_.headdim);
+    if (part.masked) mask_scores(scratch_.scores, part.first_key, part.keys, mask_, row);
+    update_softmax(scratch_.scores, part.keys, scale_.magnitude, scratch_.row_max.at(panel, 0),
+                   scratch_.row_sum.at(panel, 0), scratch_.correction.data);
+    return part;
+  }
+
+  void add_values(int panel, const KeyPart& part, bool v_finite) {
+    Matrix out = scratch_.out_panel(panel), v = v_.from(part.begin, 0), probs = scratch_.scores;
+    const float* correction = scratch_.correction.data;
+    if (!part.masked || v_finite) {
+      multiply<LeftOperand::kTransposed, Update::kScaleAndAdd>(out, v, probs, shape_.headdim_v,
+                                                               kPanel, part.keys, correction);
       return;
     }
     for (int d = 0; d < shape_.headdim_v; ++d) {
       for (int i = 0; i < kPanel; ++i) *out.at(d, i) *= correction[i];
     }
-    multiply_visible({out.data, 1, kPanel}, {scores.data, 1, kPanel}, {v.data, v.stride, 1},
-                     panel_rows(panel), shape_.headdim_v, keys,
-                     [&](int i, int n) { return mask_.visible(row + i, key_begin + n); });
+    int row = row_begin_ + panel * kPanel;
+    multiply_visible({out.data, 1, kPanel}, {probs.data, 1, kPanel}, {v.data, v.stride, 1},
+                     panel_rows(panel), shape_.headdim_v, part.keys,
+                     [&](int i, int n) { return mask_.visible(row + i, part.first_key + n); });
   }
 
   void store_panel(int panel) {
@@ -235,8 +263,7 @@ class ForwardBlock {
     for (int i = 0; i < panel_rows(panel); ++i, to += params_.out.stride.row) {
       float sum = *scratch_.row_sum.at(panel, i);
       bool empty = sum == 0.f;
-      float maximum = *scratch_.row_max.at(panel, i) * scale_.magnitude;
-      lse[i] = empty ? -kInfinity : maximum + __builtin_logf(sum);
+      lse[i] = empty ? -kInfinity : *scratch_.row_max.at(panel, i) + __builtin_logf(sum);
       for (int d = 0; d < shape_.headdim_v; ++d) {
         from_float(empty ? 0.f : *out.at(d, i) / sum, to[d]);
       }
