@@ -130,6 +130,15 @@ def test_bad_dropout(dropout_p, inputs, pieces):
             call(some, dropout_p=dropout_p)
 
 
+def test_bad_numbers(inputs, pieces):
+    with raises(TypeError, "softmax_scale"):
+        call(inputs, softmax_scale=torch.tensor(1.0))
+    with raises(ValueError, "softcap"):
+        call(inputs, softcap=-1.0)
+    with raises(TypeError, "max_seqlen_q"):
+        call(pieces, max_seqlen_q="many")
+
+
 def later_options(device):
     return {
         "dropout_p": 0.1,

@@ -160,8 +160,12 @@ def test_strict_refuses_what_the_kernels_bound(device):
         for bad in (offsets(-1, 20), offsets(20, 21)):
             with pytest.raises(ValueError, match="seqused_k"):
                 call(inputs.replace(seqused_k=bad))
+        with pytest.raises(ValueError, match="max_seqlen_q"):
+            call(inputs, max_seqlen_q=19)
     finally:
         flashattn.strict(False)
+    with flashattn.strict(), pytest.raises(ValueError, match="cu_seqlens_q"):
+        call(inputs.replace(cu_seqlens_q=offsets(0, 30, 20)))
     call(inputs.replace(cu_seqlens_q=offsets(0, 30, 20)))
 
 
