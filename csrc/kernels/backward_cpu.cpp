@@ -16,18 +16,18 @@ void run_backward_cpu(const BackwardParams& params, const ParallelFor& parallel)
   BackwardWorkspace workspace;
   int64_t key_blocks = (shape.seqlens_k.rows + kTile.block_n - 1) / kTile.block_n;
   workspace.splits = cpu_backward_splits(shape.batch * shape.heads_k, key_blocks, parallel.threads);
-  auto allocate = [&](PackedRows& rows, int64_t heads, int stride) {
-    return allocate_rows(rows, shape.seqlens_q, shape.batch, heads, stride);
+  auto allocate = [&](PackedRows& rows, int64_t heads, int stride, Fill fill = Fill::kNone) {
+    return allocate_rows(rows, shape.seqlens_q, shape.batch, heads, stride, fill);
   };
-  ZeroedFloats q = allocate(workspace.q, shape.heads_q, padded_stride(shape.headdim));
-  ZeroedFloats dout = allocate(workspace.dout, shape.heads_q, padded_stride(shape.headdim_v));
-  ZeroedFloats delta = allocate(workspace.delta, shape.heads_q, 1);
-  ZeroedFloats lse_rest = allocate(workspace.lse_rest, shape.heads_q, 1);
-  ZeroedFloats dq;
+  FloatMemory q = allocate(workspace.q, shape.heads_q, padded_stride(shape.headdim));
+  FloatMemory dout = allocate(workspace.dout, shape.heads_q, padded_stride(shape.headdim_v));
+  FloatMemory delta = allocate(workspace.delta, shape.heads_q, 1);
+  FloatMemory lse_rest = allocate(workspace.lse_rest, shape.heads_q, 1, Fill::kZero);
+  FloatMemory dq;
   bool dq_wanted = params.dq.data != nullptr;
   if (dq_wanted) {
     int64_t parts = static_cast<int64_t>(workspace.splits) * shape.heads_q;
-    dq = allocate(workspace.dq, parts, (shape.headdim + 15) / 16 * 16);
+    dq = allocate(workspace.dq, parts, (shape.headdim + 15) / 16 * 16, Fill::kZero);
   }
 
   RowBlocks blocks(shape.seqlens_q, shape.batch, shape.heads_q, kTile.block_m);

@@ -15,11 +15,17 @@
 
 namespace flashattn {
 
-// Zeroed by the system, page by page, as threads first touch it. Starts on a cache line.
-class ZeroedFloats {
+enum class Fill { kNone, kZero };
+
+// Starts on a cache line.
+class FloatMemory {
  public:
-  ZeroedFloats() = default;
-  explicit ZeroedFloats(int64_t n) : memory_(std::calloc(n + kLine, sizeof(float))) {
+  FloatMemory() = default;
+  FloatMemory(int64_t n, Fill fill) {
+    // calloc's pages are zeroed by the system as threads first touch them; malloc's are often
+    // those of the last call, which saves that.
+    size_t bytes = (n + kLine) * sizeof(float);
+    memory_.reset(fill == Fill::kZero ? std::calloc(bytes, 1) : std::malloc(bytes));
     if (memory_ == nullptr) throw std::bad_alloc();
   }
   float* data() const {
@@ -37,11 +43,11 @@ class ZeroedFloats {
 };
 
 // Memory for the rows of all sequences.
-inline ZeroedFloats allocate_rows(PackedRows& rows, const SeqLens& seqlens, int64_t batch,
-                                  int64_t heads, int stride) {
+inline FloatMemory allocate_rows(PackedRows& rows, const SeqLens& seqlens, int64_t batch,
+                                 int64_t heads, int stride, Fill fill = Fill::kNone) {
   rows.rows = PackedRows::count_rows(seqlens, batch);
   rows.stride = stride;
-  ZeroedFloats memory(heads * rows.rows * stride);
+  FloatMemory memory(heads * rows.rows * stride, fill);
   rows.data = memory.data();
   return memory;
 }
@@ -60,7 +66,7 @@ void run_tasks(const ParallelFor& parallel, int64_t tasks, int64_t scratch_float
   int64_t workers = std::min<int64_t>(tasks, parallel.threads);
   if (workers <= 0) return;
   scratch_floats = (scratch_floats + 15) / 16 * 16;
-  ZeroedFloats scratch(workers * scratch_floats);
+  FloatMemory scratch(workers * scratch_floats, Fill::kNone);
   Shared shared = {task, tasks, scratch_floats, scratch.data(), 0};
   auto work = [](void* context, int64_t worker, int64_t) {
     Shared& shared = *static_cast<Shared*>(context);

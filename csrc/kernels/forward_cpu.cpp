@@ -12,7 +12,7 @@ void run_forward_cpu(const ForwardParams& params, const ParallelFor& parallel) {
   RowBlocks blocks(shape.seqlens_q, shape.batch, shape.heads_q, kCpuForwardTile.block_m);
 
   ForwardWorkspace workspace;
-  ZeroedFloats k_memory, v_memory;
+  FloatMemory k_memory, v_memory;
   bool keys_read_again = blocks.count() > shape.batch * shape.heads_k;
   if (keys_read_again) {
     k_memory = allocate_rows(workspace.k, shape.seqlens_k, shape.batch, shape.heads_k,
