@@ -129,34 +129,37 @@ struct BackwardSm80 {
     }
   };
 
-  // One query block of one head.
+  // One query block of one head; the heads of the group follow each other.
   struct Step {
     int head;
     int block;
-    int stage;
-    int parity;
+    int index = 0;
 
-    __device__ __forceinline__ Step(const Work& work, int index) {
-      int per_head = work.blocks_per_head();
-      int group = work.params.shape.heads_per_group();
-      int in_group = group == 1 ? 0 : index / per_head;
-      head = work.keys.head * group + in_group;
-      block = work.blocks.begin + index - in_group * per_head;
-      stage = index % kTile.stages;
-      parity = index % 2;
+    __device__ __forceinline__ explicit Step(const Work& work)
+        : head(work.keys.head * work.params.shape.heads_per_group()), block(work.blocks.begin) {}
+
+    __device__ __forceinline__ Step next(const Work& work) const {
+      Step step = *this;
+      ++step.index;
+      if (++step.block == work.blocks.end) {
+        step.block = work.blocks.begin;
+        ++step.head;
+      }
+      return step;
     }
+    __device__ __forceinline__ int stage() const { return index % kTile.stages; }
     __device__ __forceinline__ int first_row() const { return block * kBlockM; }
     __device__ __forceinline__ uint32_t q(const Work& work) const {
-      return work.smem + kSmemQ + stage * TileQ::kBytes;
+      return work.smem + kSmemQ + stage() * TileQ::kBytes;
     }
     __device__ __forceinline__ uint32_t dout(const Work& work) const {
-      return work.smem + kSmemDo + stage * TileDo::kBytes;
+      return work.smem + kSmemDo + stage() * TileDo::kBytes;
     }
     __device__ __forceinline__ uint32_t stats(const Work& work) const {
-      return work.smem + kSmemStats + stage * kStatsBytes;
+      return work.smem + kSmemStats + stage() * kStatsBytes;
     }
     __device__ __forceinline__ uint32_t ds(const Work& work) const {
-      return work.smem + kSmemDs + parity * TileP::kBytes;
+      return work.smem + kSmemDs + index % 2 * TileP::kBytes;
     }
   };
 
@@ -169,10 +172,9 @@ struct BackwardSm80 {
     tile::load_tile<TileV, kThreads>(work.smem + kSmemV, v, work.first_key);
   }
 
-  // Q, dO and the row statistics of step `index`, if there is one.
-  static __device__ __forceinline__ void load_queries(const Work& work, int index) {
-    if (index < work.steps()) {
-      Step step(work, index);
+  // Q, dO and the row statistics of a step, if it is one.
+  static __device__ __forceinline__ void load_queries(const Work& work, const Step& step) {
+    if (step.index < work.steps()) {
       const BackwardParams& params = work.params;
       int64_t batch = work.keys.batch;
       tile::GlobalRows q(params.q, batch, work.q_rows, step.head, params.shape.headdim);
@@ -324,11 +326,10 @@ struct BackwardSm80 {
     turn.pass();
   }
 
-  // dQ += dS K for the block of step `index`.
+  // dQ += dS K for the step's block.
   static __device__ __forceinline__ void query_gradient(const Work& work, const Roles& roles,
-                                                        int index) {
+                                                        const Step& step) {
     if (work.params.dq_accum == nullptr) return;
-    Step step(work, index);
     GradQ dq;
     tile::clear(dq);
     tile::gemm_atb<E, kBlockN, kDqWarpsD>(dq,
@@ -357,13 +358,12 @@ struct BackwardSm80 {
     write(params.dv, v_tile, params.shape.headdim_v, TileV{});
   }
 
-  // What this thread copied for step `index` has arrived: sets apart the special values that a mask
+  // What this thread copied for a step has arrived: sets apart the special values that a mask
   // could hide (tile/special.cuh). A row that sees such a value in q or k has a NaN lse, so that
   // its probabilities are NaN all the same; what it would miss is left to store_specials.
-  static __device__ __forceinline__ bool zero_hidden_specials(const Work& work, const Step& step,
-                                                              bool first) {
+  static __device__ __forceinline__ bool zero_hidden_specials(const Work& work, const Step& step) {
     bool special = false;
-    if (first && work.blocks.any_partial()) {
+    if (step.index == 0 && work.blocks.any_partial()) {
       special |= tile::zero_specials<E, TileK, kThreads>(work.smem);
     }
     if (work.blocks.partial(step.block)) {
@@ -424,33 +424,36 @@ struct BackwardSm80 {
     tile::clear(dv);
     bool special = false;
     load_keys(work);
-    load_queries(work, 0);
+    Step step(work), last = step;
+    load_queries(work, step);
 #pragma unroll 1
-    for (int index = 0; index < work.steps(); ++index) {
-      Step step(work, index);
+    for (int left = work.steps(); left > 0; --left) {
+      Step next = step.next(work);
       ptx::cp_async_wait<0>();
-      special |= zero_hidden_specials(work, step, index == 0);
+      special |= zero_hidden_specials(work, step);
       // This step's Q and dO are here, the last step's dS^T too, and its Q and dO are done with.
       __syncthreads();
-      if (kTile.stages == 2) load_queries(work, index + 1);
+      if (kTile.stages == 2) load_queries(work, next);
       if constexpr (kPInRegisters) {
-        if (index > 0) query_gradient(work, roles, index - 1);
         key_gradients(work, roles, step, dk, dv);
+        if (step.index > 0) query_gradient(work, roles, last);
       } else {
         share_scores(work, roles, step);
         // Between two barriers: warps that are early have something to do.
-        if (index > 0) query_gradient(work, roles, index - 1);
+        if (step.index > 0) query_gradient(work, roles, last);
         __syncthreads();
         key_gradients_shared(work, roles, step, dk, dv);
       }
       if (kTile.stages == 1) {
         __syncthreads();
-        load_queries(work, index + 1);
+        load_queries(work, next);
       }
+      last = step;
+      step = next;
     }
     ptx::cp_async_wait<0>();
     special = __syncthreads_or(special);
-    if (work.steps() > 0) query_gradient(work, roles, work.steps() - 1);
+    if (step.index > 0) query_gradient(work, roles, last);
     if (params.dk.data != nullptr) {
       __syncthreads();
       tile::scale(dk, params.shape.softmax_scale);

@@ -28,13 +28,16 @@ template <int kHeadDim, int kColStep, int MT, int NT>
 __device__ __forceinline__ void add_dq(float* sums, int first_row, int rows, int col_group,
                                        const float (&acc)[MT][NT][4]) {
   int lane = threadIdx.x % 32;
+  int lane_row = first_row + lane / 4;
+  float* lane_sums = sums + lane_row * kHeadDim + 16 * col_group + lane % 4 * 4;
+  bool whole = first_row + 16 * MT <= rows;
 #pragma unroll
   for (int m = 0; m < MT; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int row = first_row + 16 * m + lane / 4 + 8 * half;
-      if (row >= rows) continue;
-      float* target = sums + static_cast<int64_t>(row) * kHeadDim + 16 * col_group + lane % 4 * 4;
+      int row = 16 * m + 8 * half;
+      if (!whole && lane_row + row >= rows) continue;
+      float* target = lane_sums + row * kHeadDim;
 #pragma unroll
       for (int n = 0; n < NT; n += 2) {
         add_float4(target + 16 * kColStep * (n / 2),
