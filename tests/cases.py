@@ -2,6 +2,7 @@
 reference one sequence at a time."""
 
 import contextlib
+import ctypes
 import itertools
 from dataclasses import dataclass, fields, replace
 
@@ -186,12 +187,21 @@ def make_inputs(problem, device, dtype, seed=0):
     return inputs
 
 
+def _fill_malloc(byte):
+    """mallopt(M_PERTURB): malloc fills with the complement of its argument; 0 turns it off."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
+    if mallopt is not None:
+        mallopt(-6, 0 if byte is None else byte ^ 0xFF)
+
+
 @contextlib.contextmanager
 def nan_memory():
     """Whatever is allocated inside starts as NaN, so that a row that is never written shows.
 
     torch does this for its deterministic mode. flashattn is kept from seeing that mode: which
-    backward runs is for the test to say."""
+    backward runs is for the test to say. On the CPU, the stable ABI's allocations are not filled by
+    torch: glibc's malloc fills them, with 0x7f bytes (fp16 NaN; 3.4e38 in fp32 and bf16)."""
+    _fill_malloc(0x7F)
     seen = torch.are_deterministic_algorithms_enabled
     mode, warn = seen(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -201,6 +211,7 @@ def nan_memory():
     finally:
         torch.are_deterministic_algorithms_enabled = seen
         torch.use_deterministic_algorithms(mode, warn_only=warn)
+        _fill_malloc(None)
 
 
 def call(inputs, **options):

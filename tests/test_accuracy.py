@@ -1,8 +1,11 @@
 """Forward, backward and lse against fp64, over every kind of problem."""
 
+import ctypes
+import platform
+
 import pytest
 import torch
-from cases import Problem, attend, expected, fixed, make_inputs, packed
+from cases import Problem, attend, expected, fixed, make_inputs, nan_memory, packed
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import check_problem, check_result
@@ -137,8 +140,18 @@ def test_the_yardstick_sees_one_wrong_row(device, dtype):
 
 
 def test_memory_is_poisoned(device):
-    from cases import nan_memory
-
     with nan_memory():
         assert torch.empty(1000, device=device).isnan().all()
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc alone can fill")
+def test_memory_of_malloc_is_poisoned():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    size = 1 << 16
+    with nan_memory():
+        address = libc.malloc(ctypes.c_size_t(size))
+        content = ctypes.string_at(address, size)
+        libc.free(ctypes.c_void_p(address))
+    assert content == b"\x7f" * size
