@@ -7,8 +7,10 @@
 // Before loops over the vectors of a tile: their arrays are meant to be registers.
 #if defined(__clang__)
 #define FLASHATTN_CPU_UNROLL _Pragma("unroll")
+#define FLASHATTN_CPU_UNROLL_TWICE _Pragma("unroll 2")
 #else
 #define FLASHATTN_CPU_UNROLL _Pragma("GCC unroll 16")
+#define FLASHATTN_CPU_UNROLL_TWICE _Pragma("GCC unroll 2")
 #endif
 
 #include "kernels/backward_cpu.h"

@@ -34,6 +34,7 @@ FLASHATTN_CPU_INLINE void multiply_tile(float* c, int c_stride, const float* a, 
                                         const float* b, int b_stride, int depth,
                                         const float* column_scale) {
   Vec sum[kTileRows][kVecs] = {};
+  FLASHATTN_CPU_UNROLL_TWICE
   for (int k = 0; k < depth; ++k, b += b_stride) {
     Vec b_row[kVecs];
     FLASHATTN_CPU_UNROLL

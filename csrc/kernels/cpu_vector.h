@@ -36,24 +36,24 @@ FLASHATTN_CPU_INLINE IntVec broadcast(int32_t x) { return x - IntVec{}; }
 // Of two numbers the larger; a NaN in `x` is dropped, one in `running` stays.
 FLASHATTN_CPU_INLINE Vec max_into(Vec running, Vec x) { return x > running ? x : running; }
 
-// e^x within 1 ulp for results that are normal numbers; smaller ones are 0. Inf and NaN are right.
-// x = n ln2 + r with |r| <= ln2 / 2; e^r = 1 + r + r^2 q(r), q a minimax polynomial.
+// e^x within 1 ulp for x below 88 and results that are normal numbers; smaller ones are 0. NaN for
+// NaN and inf. x = n ln2 + r with |r| <= ln2 / 2; e^r = 1 + r + r^2 q(r), q a minimax polynomial.
 FLASHATTN_CPU_INLINE Vec exp(Vec x) {
   constexpr float kLog2E = 1.44269504f;
   constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
-  constexpr float kMin = -87.3365f, kMax = 89.f;
-  Vec clamped = x > kMax ? broadcast(kMax) : x;  // a NaN stays
-  Vec shifted = clamped * kLog2E + kRound;
+  // 1.5 * 2^23, adding which rounds to an integer, and the exponent's bias.
+  constexpr float kRound = 12582912.f + 127.f;
+  constexpr float kMin = -87.3365f;
+  Vec shifted = x * kLog2E + kRound;
   Vec n = shifted - kRound;
-  Vec r = clamped - n * kLn2High;
+  Vec r = x - n * kLn2High;
   r = r - n * kLn2Low;
   Vec q = r * 0.0013814539f + 0.0083687454f;
   q = q * r + 0.041668389f;
   q = q * r + 0.16666521f;
   q = q * r + 0.49999994f;
   Vec e_r = (q * (r * r) + r) + 1.f;
-  IntVec exponent = (reinterpret_cast<IntVec>(shifted) + 127) << 23;
+  IntVec exponent = reinterpret_cast<IntVec>(shifted) << 23;
   Vec result = e_r * reinterpret_cast<Vec>(exponent);
   return x < kMin ? Vec{} : result;
 }

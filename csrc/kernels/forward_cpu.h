@@ -103,9 +103,8 @@ inline void update_softmax(Matrix scores, int keys, float scale, float* row_max,
   for (int j = 0; j < kTileVecs; ++j) {
     Vec before = load(row_max + j * kLanes);
     maximum[j] = max_into(before, maximum[j] * scale);
-    // Of an infinite maximum take 0: exp(-inf) is 0 for a row without a key so far, exp(inf) makes
-    // lse inf and out NaN; the difference of infinities would be NaN in both.
-    reference[j] = maximum[j] - maximum[j] == 0.f ? maximum[j] : Vec{};
+    // A row without a key so far: exp(-inf - 0) is 0 where exp(-inf + inf) would be NaN.
+    reference[j] = maximum[j] == -kInfinity ? Vec{} : maximum[j];
     store(correction + j * kLanes, exp(before - reference[j]));
     store(row_max + j * kLanes, maximum[j]);
   }
@@ -260,13 +259,19 @@ class ForwardBlock {
     T* to = row_pointer<T>(params_.out, batch_, queries_.begin + row, head_);
     float* lse = params_.lse.data + params_.lse.offset(batch_, head_, queries_.begin + row);
     Matrix out = scratch_.out_panel(panel);
-    for (int i = 0; i < panel_rows(panel); ++i, to += params_.out.stride.row) {
-      float sum = *scratch_.row_sum.at(panel, i);
-      bool empty = sum == 0.f;
-      lse[i] = empty ? -kInfinity : *scratch_.row_max.at(panel, i) + __builtin_logf(sum);
+    const float* row_sum = scratch_.row_sum.at(panel, 0);
+    const float* row_max = scratch_.row_max.at(panel, 0);
+    for (int j = 0; j < kPanel; j += kLanes) {
+      Vec sum = load(row_sum + j);
       for (int d = 0; d < shape_.headdim_v; ++d) {
-        from_float(empty ? 0.f : *out.at(d, i) / sum, to[d]);
+        Vec mean = load(out.at(d, j)) / sum;
+        store(out.at(d, j), sum == 0.f ? Vec{} : mean);  // a row that sees no key
       }
+    }
+    for (int i = 0; i < panel_rows(panel); ++i, to += params_.out.stride.row) {
+      for (int d = 0; d < shape_.headdim_v; ++d) from_float(*out.at(d, i), to[d]);
+      // A score of inf makes row_sum NaN: e^(inf - inf).
+      lse[i] = row_max[i] == kInfinity ? kInfinity : row_max[i] + __builtin_logf(row_sum[i]);
     }
   }
 
