@@ -196,6 +196,18 @@ def test_what_has_no_kernel_says_so():
         assert make(problem(dtype="float32"), _plan.device_by_name("cpu")).supported
 
 
+def test_more_blocks_than_a_launch_has():
+    h200 = _plan.device_by_name("h200")
+    for is_packed in (False, True):
+        rows, heads = {"seqlen_q": 1, "seqlen_k": 1}, {"heads_q": 64, "heads_k": 64}
+        many = problem(packed=is_packed, batch=2**25, **rows, **heads)
+        for make in (_plan.make_forward_plan, _plan.make_backward_plan):
+            plan = make(many, h200)
+            assert not plan.supported
+            assert "blocks" in plan.unsupported_reason
+            assert make(many, _plan.device_by_name("cpu")).supported
+
+
 def test_unknown_device():
     assert _plan.device_by_name("abacus") is None
 
@@ -208,6 +220,7 @@ def test_unknown_device():
         ("80;90a", 90, True),
         ("80;90a", 100, False),
         ("80+PTX;90a", 100, True),
+        ("80;90+PTX", 120, True),
         ("90a", 80, False),
         ("90a", 100, False),
         ("86", 80, False),
@@ -217,6 +230,23 @@ def test_unknown_device():
 )
 def test_architectures_of_a_build(archs, capability, runs):
     assert _plan.kernel_image_available(archs, capability) == runs
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "arch"),
+    [
+        ("80+PTX;90a", 89, "sm_80"),
+        ("80+PTX;90a", 90, "sm_90"),
+        ("80+PTX;90a", 100, "sm_80"),
+        ("80+PTX", 90, "sm_80"),
+        ("80;90+PTX", 120, "sm_90"),
+        ("90+PTX;120", 120, "sm_80"),
+        (None, 90, "sm_90"),
+    ],
+)
+def test_whose_code_runs(archs, capability, arch):
+    """The backward's tile goes with it: the other one's kernel is no code at all there."""
+    assert _plan.Device("some GPU", capability, 100, 99 << 10, 100 << 10, archs).arch == arch
 
 
 DIMS = st.sampled_from([(64, 64), (40, 72), (128, 128), (192, 128), (256, 256)])

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <charconv>
 #include <thread>
 
@@ -26,32 +27,37 @@ const Device* device_by_name(std::string_view name) {
 
 namespace {
 
-bool target_runs(std::string_view target, int compute_capability) {
+// The architecture of one target of a build ("90a", "80+PTX") if its code runs on a GPU, else 0.
+int target_that_runs(std::string_view target, int compute_capability) {
   int arch = 0;
   auto [suffix, error] = std::from_chars(target.data(), target.data() + target.size(), arch);
-  if (error != std::errc()) return false;
+  if (error != std::errc()) return 0;
   std::string_view kind(suffix, target.data() + target.size() - suffix);
-  if (kind == "a") return arch == compute_capability;
   bool same_major = arch / 10 == compute_capability / 10;
-  return (same_major || kind == "+PTX") && arch <= compute_capability;
+  bool runs = kind == "a" ? arch == compute_capability
+                          : (same_major || kind == "+PTX") && arch <= compute_capability;
+  return runs ? arch : 0;
+}
+
+// Of the targets that run the newest, which is the one that CUDA takes; 0 when there is none.
+int newest_that_runs(std::string_view archs, int compute_capability) {
+  int newest = 0;
+  while (!archs.empty()) {
+    size_t length = archs.find(';');
+    newest = std::max(newest, target_that_runs(archs.substr(0, length), compute_capability));
+    archs.remove_prefix(length == std::string_view::npos ? archs.size() : length + 1);
+  }
+  return newest;
 }
 
 }  // namespace
 
 bool kernel_image_available(std::string_view archs, int compute_capability) {
-  while (!archs.empty()) {
-    size_t length = archs.find(';');
-    if (target_runs(archs.substr(0, length), compute_capability)) return true;
-    archs.remove_prefix(length == std::string_view::npos ? archs.size() : length + 1);
-  }
-  return false;
+  return newest_that_runs(archs, compute_capability) != 0;
 }
 
 Arch arch_of(int compute_capability, std::string_view archs) {
-  Arch arch = arch_of(compute_capability);
-  if (arch != Arch::kSm90) return arch;
-  bool has_sm90 = archs.find("90") != std::string_view::npos;
-  return has_sm90 ? arch : Arch::kSm80;
+  return arch_of(newest_that_runs(archs, compute_capability));
 }
 
 }  // namespace flashattn

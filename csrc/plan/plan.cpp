@@ -44,6 +44,15 @@ Plan check_support(Plan plan, const Problem& problem, const Device& device) {
   return plan;
 }
 
+// The last check: `plan` has its grid.
+Plan check_grid(Plan plan, const Device& device) {
+  constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
+  if (device.arch != Arch::kCpu && plan.grid > kMaxGrid) {
+    return unsupported(plan, "a launch has at most 2^31 - 1 blocks: split the batch or the heads");
+  }
+  return plan;
+}
+
 WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
   const int64_t row_stats = problem.heads_q * problem.rows_q();
   WorkspaceLayout workspace;
@@ -103,7 +112,7 @@ Plan make_forward_plan(const Problem& problem, const Device& device) {
   plan = check_support(plan, problem, device);
   if (!plan.supported) return plan;
   plan.grid = count_blocks(problem, problem.seqlen_q, plan.block_m) * problem.heads_q;
-  return plan;
+  return check_grid(plan, device);
 }
 
 Plan make_backward_plan(const Problem& problem, const Device& device) {
@@ -138,7 +147,7 @@ Plan make_backward_plan(const Problem& problem, const Device& device) {
     plan.grid = count_blocks(problem, problem.seqlen_k, plan.block_n) * problem.heads_k;
     plan.workspace = make_workspace(plan, problem);
   }
-  return plan;
+  return check_grid(plan, device);
 }
 
 }  // namespace flashattn

@@ -16,7 +16,7 @@ enum class Arch : int32_t { kCpu = 0, kSm80 = 80, kSm90 = 90 };
 
 struct Device {
   std::string name = "cpu";
-  Arch arch = Arch::kCpu;      // the code that it runs: kSm90 only where the build has some for it
+  Arch arch = Arch::kCpu;      // whose code it runs: the build has a say in it
   int compute_capability = 0;  // 80, 86, 89, 90, 100, ...
   int sm_count = 0;            // CPU: threads
   int64_t smem_per_block = 0;  // bytes a CTA may ask for
@@ -29,7 +29,8 @@ const Device* device_by_name(std::string_view name);
 
 // The family of kernels for a compute capability (80 stands for 8.0).
 Arch arch_of(int compute_capability);
-// For a build with code for `archs` alone: without any for sm_90, its GPUs run that for sm_80.
+// The one that a build for `archs` runs there: that of sm_80 where it has none for sm_90, that of
+// sm_90 on newer GPUs where "90+PTX" is its newest. kCpu: none.
 Arch arch_of(int compute_capability, std::string_view archs);
 
 // Whether a binary built for `archs` ("80+PTX;90a", the form of FLASHATTN_CUDA_ARCHS) runs on a

@@ -137,16 +137,19 @@ void bind_problem(py::module_& module) {
       .def_readonly("need_dkv", &Problem::need_dkv);
 }
 
+// Without `archs`: in a build with code for every architecture.
 Device make_device(const std::string& name, int compute_capability, int sm_count,
-                   int64_t smem_per_block, int64_t smem_per_sm) {
-  return {name,       arch_of(compute_capability), compute_capability, sm_count, smem_per_block,
-          smem_per_sm};
+                   int64_t smem_per_block, int64_t smem_per_sm,
+                   const std::optional<std::string>& archs) {
+  const Arch arch = archs ? arch_of(compute_capability, *archs) : arch_of(compute_capability);
+  return {name, arch, compute_capability, sm_count, smem_per_block, smem_per_sm};
 }
 
 void bind_device(py::module_& module) {
   py::class_<Device>(module, "Device")
       .def(py::init(&make_device), py::arg("name"), py::arg("compute_capability"),
-           py::arg("sm_count"), py::arg("smem_per_block"), py::arg("smem_per_sm"))
+           py::arg("sm_count"), py::arg("smem_per_block"), py::arg("smem_per_sm"),
+           py::arg("archs") = py::none())
       .def_readonly("name", &Device::name)
       .def_property_readonly("arch", [](const Device& d) { return arch_name(d.arch); })
       .def_readonly("compute_capability", &Device::compute_capability)
