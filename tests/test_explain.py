@@ -1,9 +1,13 @@
 """explain(): what it says for devices that are not here, and that it runs nothing."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import flashattn
+
+README = Path(__file__).parent.parent / "README.md"
 
 
 def tensors(dtype=torch.bfloat16, device="meta", headdim=128):
@@ -94,3 +98,10 @@ def test_the_tensors_own_device(device):
     assert plan.forward.kernel == ("forward_cpu" if device == "cpu" else "forward_sm80")
     assert plan.forward.supported
     assert plan.backward.supported
+
+
+def test_the_readme_shows_what_is_printed():
+    q = torch.empty(1, 8192, 32, 128, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(1, 8192, 8, 128, device="meta", dtype=torch.bfloat16)
+    plan = flashattn.explain(q, k, k, causal=True, device="h200")
+    assert f"```\n{plan}\n```" in README.read_text()
