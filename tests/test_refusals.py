@@ -270,3 +270,25 @@ def test_the_op_guards_memory_itself(inputs):
     ):
         with pytest.raises(RuntimeError):
             forward(*bad, *rest)
+
+
+def test_the_backward_op_guards_memory_itself(inputs, pieces, device):
+    backward = torch.ops.flashattn.backward
+    for some, causal in ((inputs, False), (pieces, True)):
+        out, lse = call(some, causal=causal, return_lse=True)
+        lengths = (some.cu_seqlens_q, some.cu_seqlens_k, None, None)
+        rest = (1.0, -1, -1, True, True, True)
+        good = {"dout": some.dout, "dlse": some.dlse, "q": some.q, "k": some.k, "v": some.v}
+        good |= {"out": out, "lse": lse}
+        backward(*good.values(), *lengths, *rest)
+        for name, tensor in good.items():
+            shorter = tensor[..., :-1] if name in ("lse", "dlse") else tensor[..., :-1, :, :]
+            for bad in (shorter, tensor[..., :0], tensor.double(), tensor[None]):
+                with pytest.raises(RuntimeError):
+                    backward(*(good | {name: bad}).values(), *lengths, *rest)
+        if some is pieces:
+            for bad in (lengths[0][:-1], lengths[0].long(), lengths[0][None], None):
+                with pytest.raises(RuntimeError):
+                    backward(*good.values(), bad, *lengths[1:], *rest)
+                with pytest.raises(RuntimeError):
+                    backward(*good.values(), lengths[0], bad, *lengths[2:], *rest)
