@@ -27,10 +27,10 @@ __global__ void __launch_bounds__(kPostprocessThreads)
 
   const float4* sums = reinterpret_cast<const float4*>(
       params.dq_accum + (head * params.rows + row) * accum_headdim + group * 16);
-  float accum[16];
+  alignas(16) float accum[16];  // read and written 16 bytes at a time
 #pragma unroll
   for (int i = 0; i < 4; ++i) reinterpret_cast<float4*>(accum)[i] = sums[i];
-  E dq[16];
+  alignas(16) E dq[16];
 #pragma unroll
   for (int col = 0; col < 16; ++col) {
     dq[col] = tile::from_float<E>(accum[tile::dq_accum_position(col)] * shape.softmax_scale);
