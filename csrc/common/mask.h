@@ -33,7 +33,7 @@ struct MaskSpec {
 
   static constexpr int kMaxBound = 1 << 30;
   static FLASHATTN_HOST_DEVICE int clamp_window(int64_t bound) {
-    return bound < 0 ? -1 : static_cast<int>(bound < kMaxBound ? bound : kMaxBound);
+    return bound < 0 || bound >= kMaxBound ? -1 : static_cast<int>(bound);
   }
 };
 

@@ -23,6 +23,3 @@ namespace flashattn {
       ::flashattn::throw_cuda_error(flashattn_error, #call, __FILE__, __LINE__); \
     }                                                                            \
   } while (0)
-
-// After every <<<>>>: reports a launch that was refused, without synchronising.
-#define FLASHATTN_CUDA_CHECK_LAUNCH() FLASHATTN_CUDA_CHECK(cudaGetLastError())

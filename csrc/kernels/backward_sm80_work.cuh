@@ -41,6 +41,15 @@ struct BackwardSm80Work {
   static constexpr int kDqWarpsD = kHeadDim <= 96 ? 2 : 4;
   static constexpr int kDqRows = kBlockM / (kWarps / kDqWarpsD);
 
+  static_assert(kScoreRows % 16 == 0 && kSubM % 16 == 0 && kGradRows % 16 == 0 && kDqRows % 16 == 0,
+                "pieces of whole fragments");
+  static_assert(kHeadDim % (16 * kGradWarpsD) == 0 && kHeadDimV % (16 * kGradWarpsD) == 0 &&
+                    kHeadDim % (16 * kDqWarpsD) == 0,
+                "warps share the columns evenly");
+  static_assert(kGradWarpsD * 16 <= TileK::kSlabCols && kDqWarpsD * 16 <= TileK::kSlabCols,
+                "warps' columns alternate within a slab");
+  static_assert(kThreads >= 2 * kBlockM, "a thread copies one row statistic");
+
   // Shared memory: K, V, stages of Q, dO and row statistics, P^T, two buffers of dS^T. K's and V's
   // places take dK and dV in the end.
   static constexpr int kSmemV = TileK::kBytes;
@@ -190,6 +199,44 @@ struct BackwardSm80Work {
     return special;
   }
 
+  // Keys with a special value in k: their pairs have probability 0, or NaN with their row, and what
+  // was computed from the rest of k is neither.
+  static __device__ __forceinline__ void store_special_keys(const Work& work,
+                                                            const tile::GlobalRows& k, int rows) {
+    const BackwardParams& params = work.params;
+    const ProblemShape& shape = params.shape;
+    int group = shape.heads_per_group(), first_head = work.keys.head * group;
+#pragma unroll 1
+    for (int i = threadIdx.x; params.dk.data && i < rows; i += kThreads) {
+      int key = work.first_key + i;
+      bool special = false, nan = false;
+#pragma unroll 1
+      for (int col = 0; col < shape.headdim; ++col) {
+        special |= tile::is_special(tile::element_at<E>(k, key, col));
+      }
+      if (!special) continue;
+      KeyRange seen = work.mask.visible_rows(key);
+#pragma unroll 1
+      for (int head = first_head; head < first_head + group; ++head)
+#pragma unroll 1
+        for (int row = seen.begin; row < seen.end; ++row) {
+          int64_t at = head * params.rows + work.rows_before() + row;
+          nan |= isnan(params.lse_log2[at]) || isnan(params.delta[at]);
+        }
+      fill_row(params.dk, work, key, shape.headdim, nan ? tile::kNan : 0.f);
+      fill_row(params.dv, work, key, shape.headdim_v, nan ? tile::kNan : 0.f);
+    }
+  }
+
+  static __device__ __forceinline__ void fill_row(const MutableTensor& grad, const Work& work,
+                                                  int key, int headdim, float value) {
+    const tile::TileCoord& keys = work.keys;
+    E* row = static_cast<E*>(grad.data) +
+             grad.stride.offset(keys.batch, keys.rows.begin + key, keys.head);
+#pragma unroll 1
+    for (int col = 0; col < headdim; ++col) row[col] = tile::from_float<E>(value);
+  }
+
   // dv: the special values of dO in partial blocks. dq: k's, for rows with a score of -inf there.
   static __device__ __forceinline__ void store_specials(const Work& work) {
     const BackwardParams& params = work.params;
@@ -197,6 +244,9 @@ struct BackwardSm80Work {
     const tile::TileCoord& keys = work.keys;
     int rows = min(kBlockN, keys.rows.length - work.first_key);
     int group = shape.heads_per_group();
+    tile::GlobalRows k(params.k, keys.batch, keys.rows, keys.head, shape.headdim);
+    __syncthreads();
+    store_special_keys(work, k, rows);
     __syncthreads();
 #pragma unroll 1
     for (int index = threadIdx.x; params.dv.data && index < rows * shape.headdim_v;
@@ -213,7 +263,6 @@ struct BackwardSm80Work {
               params.dv.stride.offset(keys.batch, keys.rows.begin + key, keys.head) + col;
       *dv = tile::from_float<E>(tile::to_float(*dv) + sum);
     }
-    tile::GlobalRows k(params.k, keys.batch, keys.rows, keys.head, shape.headdim);
 #pragma unroll 1
     for (int index = threadIdx.x; params.dq_accum && index < rows * shape.headdim;
          index += kThreads) {

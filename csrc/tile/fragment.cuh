@@ -100,19 +100,6 @@ __device__ __forceinline__ void gemm_ab(float (&acc)[MT][NT][4], const uint32_t 
   for (int k = 0; k < KT; ++k) gemm_ab_step<E, kColStep>(acc, a[k], b, 16 * k);
 }
 
-// acc += A B over kK: A is [m][k] in shared memory (kRowsThenChunk).
-template <class E, int kK, int kColStep, int MT, int NT, class TileA, class TileB>
-__device__ __forceinline__ void gemm_ab(float (&acc)[MT][NT][4], LaneAddress<TileA> a,
-                                        LaneAddress<TileB> b) {
-#pragma unroll
-  for (int k = 0; k < kK / 16; ++k) {
-    uint32_t fa[MT][4];
-#pragma unroll
-    for (int m = 0; m < MT; ++m) ptx::ldmatrix_x4(fa[m], a.at(16 * m, 16 * k));
-    gemm_ab_step<E, kColStep>(acc, fa, b, 16 * k);
-  }
-}
-
 // The A operand of gemm_ab, from shared memory into registers.
 template <int MT, int KT, class TileA>
 __device__ __forceinline__ void load_a(uint32_t (&a)[KT][MT][4], LaneAddress<TileA> address) {

@@ -63,9 +63,7 @@ FLASHATTN_HOST_DEVICE int64_t blocks_per_head(const SeqLens& lens, int64_t batch
 // CTAs of one head follow each other, so that they share its other operand in L2.
 __device__ inline TileCoord tile_of_cta(const SeqLens& lens, int64_t batch, int heads,
                                         int block_rows) {
-  // Opaque: a second pass over the tile works everything out again, and costs the first no
-  // registers.
-  int64_t cta = ptx::opaque(blockIdx.x);
+  int64_t cta = blockIdx.x;
   if (lens.packed()) {
     int64_t per_head = blocks_per_head(lens, batch, block_rows);
     TileCoord tile = find_packed_block(lens, batch, block_rows, cta % per_head);

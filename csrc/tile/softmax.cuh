@@ -13,7 +13,6 @@ namespace flashattn::tile {
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kNan = __builtin_nanf("");
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -90,7 +89,7 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) {
         float total = quad_sum(sum[m][half]);
         float inverse = total == 0.f ? 0.f : 1.f / total;
-        lse[m][half] = total == 0.f ? -kInfinity : guarded_reference(m, half) * scale + logf(total);
+        lse[m][half] = row_lse(reference[m][half], total, scale);
 #pragma unroll
         for (int n = 0; n < OT; ++n) {
           out[m][n][2 * half] *= inverse;
@@ -100,6 +99,13 @@ struct OnlineSoftmax {
   }
 
  private:
+  // A score of +inf makes the row's outputs NaN, but not its lse.
+  static __device__ __forceinline__ float row_lse(float reference, float total, float scale) {
+    if (reference == kInfinity) return kInfinity;
+    if (total == 0.f) return -kInfinity;
+    return (reference == -kInfinity ? 0.f : reference) * scale + logf(total);
+  }
+
   // -inf - -inf is NaN: a row without a visible key is taken relative to 0.
   __device__ __forceinline__ float guarded_reference(int m, int half) const {
     return reference[m][half] == -kInfinity ? 0.f : reference[m][half];
