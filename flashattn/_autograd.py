@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from flashattn import _ops
 
 _functorch_active = torch._C._are_functorch_transforms_active
+_grad_enabled = torch.is_grad_enabled
 
 SECOND_ORDER = (
     "flashattn has no second derivative: its backward was called with create_graph=True, or inside "
@@ -29,18 +30,19 @@ FORWARD_MODE = (
 )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, deterministic: bool, *rest) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, by the cheapest way that keeps the gradients.
 
     rest: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left,
-    window_right, deterministic.
+    window_right.
     """
     if _functorch_active() or forward_ad._current_level >= 0:
-        return _in_transform(q, k, v, *rest)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        apply = FlashAttention.apply if torch.compiler.is_compiling() else _apply
-        return apply(q, k, v, *rest)
-    return _ops.forward(q, k, v, *rest[:-1])
+        return _in_transform(q, k, v, *rest, deterministic)
+    if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if torch.compiler.is_compiling():
+            return FlashAttention.apply(q, k, v, *rest, deterministic)
+        return _apply_eager(q, k, v, deterministic, rest)
+    return _ops.forward(q, k, v, *rest)
 
 
 def _in_transform(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor]:
@@ -59,7 +61,7 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 class FlashAttention(torch.autograd.Function):
-    """attention() with its backward; the same arguments."""
+    """attention() with its backward; the same arguments, `deterministic` last."""
 
     @staticmethod
     def forward(*args):
@@ -75,8 +77,8 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         # torch.func has contexts of its own, and always differentiates with create_graph on: there
         # FlashAttentionBackward refuses, if it is differentiated at all.
-        in_transform = not (torch.compiler.is_compiling() or isinstance(ctx, _Context))
-        if torch.is_grad_enabled() and isinstance(ctx, _Context):
+        in_transform = not (torch.compiler.is_compiling() or isinstance(ctx, _CONTEXTS))
+        if torch.is_grad_enabled() and isinstance(ctx, _CONTEXTS):
             raise NotImplementedError(SECOND_ORDER)
         no_grads = (None,) * 8
         if dout is None and dlse is None:
@@ -142,11 +144,33 @@ class FlashAttentionBackward(torch.autograd.Function):
         return run(FlashAttentionBackward.apply, info.batch_size, in_dims[:11], tensors, options)
 
 
-_Context = FlashAttention._backward_cls
+class EagerFlashAttention(FlashAttention):
+    """The same in less host time, outside of torch.func and torch.compile.
 
-# Equal to FlashAttention.apply outside of torch.func and torch.compile. Function.apply inspects the
-# signature of forward() at every call, which takes longer than all the rest.
-_apply = super(torch.autograd.Function, FlashAttention).apply
+    Each argument of a Function costs, so what needs no gradient comes as one tuple; and so does a
+    setup_context, so forward has the context.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, deterministic: bool, rest: tuple):
+        out, lse = _ops.forward(q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, *rest[:4], out, lse)
+        ctx.options = (*rest[4:], deterministic)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    setup_context = torch.autograd.Function.setup_context  # torch's mark of a Function without one
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        return *FlashAttention.backward(ctx, dout, dlse)[:3], None, None
+
+
+_CONTEXTS = (FlashAttention._backward_cls, EagerFlashAttention._backward_cls)
+
+# Function.apply inspects the signature of forward() and unwraps what torch.func left behind, at
+# every call: this goes past both.
+_apply_eager = super(torch.autograd.Function, EagerFlashAttention).apply
 
 
 def _over_batch(apply, size: int, in_dims, tensors, options):

@@ -68,23 +68,21 @@ def _bound(bound: int | None, window_size: Sequence[int | None]) -> int:
     return min(bound, MAX_WINDOW)
 
 
-def scale(softmax_scale: float | None, q: Tensor) -> float:
-    if softmax_scale is None:
-        return q.shape[-1] ** -0.5
+def scale(softmax_scale: float) -> float:
     if isinstance(softmax_scale, Tensor):
         raise TypeError("softmax_scale: needs a Python number or None, got a tensor")
     return softmax_scale
 
 
-def fixed(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv)."""
+def fixed(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). Returns D."""
     try:
         batch, _, heads, headdim = q.shape
         batch_k, seqlen_k, heads_k, headdim_k = k.shape
         batch_v, seqlen_v, heads_v, headdim_v = v.shape
     except (AttributeError, ValueError):
         _explain_qkv(q, k, v, FIXED)
-        return
+        raise
     if not (
         batch == batch_k == batch_v
         and seqlen_k == seqlen_v
@@ -98,6 +96,7 @@ def fixed(q: Tensor, k: Tensor, v: Tensor) -> None:
         and _kind_ok(q, k, v)
     ):
         _explain_qkv(q, k, v, FIXED)
+    return headdim
 
 
 def packed(
@@ -108,15 +107,18 @@ def packed(
     cu_seqlens_k: Tensor,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
-) -> None:
-    """q (total_q, H, D), k (total_k, Hk, D), v (total_k, Hk, Dv), cu_seqlens_* (B + 1,)."""
+) -> int:
+    """q (total_q, H, D), k (total_k, Hk, D), v (total_k, Hk, Dv), cu_seqlens_* (B + 1,).
+
+    Returns D.
+    """
     try:
         _, heads, headdim = q.shape
         total_k, heads_k, headdim_k = k.shape
         total_v, heads_v, headdim_v = v.shape
     except (AttributeError, ValueError):
         _explain_qkv(q, k, v, PACKED)
-        return
+        raise
     if not (
         total_k == total_v
         and heads_k == heads_v
@@ -130,6 +132,7 @@ def packed(
     ):
         _explain_qkv(q, k, v, PACKED)
     sequences(q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    return headdim
 
 
 def sequences(

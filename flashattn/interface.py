@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import flashattn._fakes  # noqa: F401 (registers the operators' fakes)
 from flashattn import _checks, _strict
 from flashattn._autograd import attention
 
@@ -92,10 +93,10 @@ def flash_attn_func(
         )
     if _any_autocast():
         q, k, v = _autocast(q, k, v)
-    _checks.fixed(q, k, v)
     left, right = _bounds(window_size, causal)
-    scale = _checks.scale(softmax_scale, q)
-    out, lse = attention(q, k, v, None, None, None, None, scale, left, right, bool(deterministic))
+    if torch.compiler.is_compiling():
+        _checks.fixed(q, k, v)
+    out, lse = _fixed_length(q, k, v, softmax_scale, bool(deterministic), left, right)
     if return_attn_probs:
         return out, lse, q.new_empty(0)
     return (out, lse) if return_lse else out
@@ -245,17 +246,18 @@ def flash_attn_varlen_func(
         )
     if _any_autocast():
         q, k, v = _autocast(q, k, v)
-    _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    headdim = _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     _checks.max_seqlens(max_seqlen_q, max_seqlen_k)
     if _strict.enabled() and not torch.compiler.is_compiling():
         _strict.check_lengths("q", q.shape[0], cu_seqlens_q, seqused_q, max_seqlen_q)
         _strict.check_lengths("k", k.shape[0], cu_seqlens_k, seqused_k, max_seqlen_k)
     left, right = _bounds(window_size, causal)
-    scale = _checks.scale(softmax_scale, q)
+    scale = headdim**-0.5 if softmax_scale is None else _checks.scale(softmax_scale)
     out, lse = attention(
         q,
         k,
         v,
+        bool(deterministic),
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_q,
@@ -263,7 +265,6 @@ def flash_attn_varlen_func(
         scale,
         left,
         right,
-        bool(deterministic),
     )
     if return_attn_probs:
         return out, lse, q.new_empty(0)
@@ -409,6 +410,29 @@ def flash_attn_combine(
         "flash_attn_combine: this build of flashattn has no kernel for it; combine with torch: "
         "lse = logsumexp(lse_partial, 0), out = sum(exp(lse_partial - lse) * out_partial, 0)"
     )
+
+
+def _fixed_length(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    deterministic: bool,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor]:
+    """The operator refuses tensors that do not fit before anything runs. Only then are they looked
+    at here, to say what is wrong: doing that first takes a tenth of a call's host time."""
+    try:
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else _checks.scale(softmax_scale)
+        return attention(q, k, v, deterministic, None, None, None, None, scale, left, right)
+    except Exception as error:
+        failure = error
+    try:
+        _checks.fixed(q, k, v)
+        raise failure
+    finally:
+        del failure  # its traceback holds this frame, and the tensors with it
 
 
 def _bounds(window_size: Window, causal: bool) -> tuple[int, int]:

@@ -123,9 +123,10 @@ MAY_IMPORT = {
     "_ops": (),
     "_autograd": ("_ops",),
     "_checks": ("_ops",),
+    "_fakes": ("_checks",),
     "_strict": (),
     "_explain": ("_checks", "_ops", "_plan"),
-    "interface": ("_autograd", "_checks", "_strict"),
+    "interface": ("_autograd", "_checks", "_fakes", "_strict"),
 }
 
 

@@ -7,23 +7,16 @@ namespace {
 
 // What the forward gave and what came back for it.
 struct Outputs {
-  Tensor dout, out, lse;
-  std::optional<Tensor> dlse;
+  Operand dout, out, lse;
+  std::optional<Operand> dlse;
 };
 
-Outputs check_outputs(const Tensor& dout, const Tensor& out, const Tensor& lse,
-                      const std::optional<Tensor>& dlse, const View& q, const ProblemShape& shape) {
-  Outputs outputs = {with_unit_last_stride(dout), with_unit_last_stride(out),
-                     with_unit_last_stride(lse), std::nullopt};
-  check_tensor("dout", view(outputs.dout), out_sizes(q, shape), q.dtype, q);
-  check_tensor("out", view(outputs.out), out_sizes(q, shape), q.dtype, q);
+void check_outputs(const Outputs& outputs, const View& q, const ProblemShape& shape) {
+  check_tensor("dout", outputs.dout.view, out_sizes(q, shape), q.dtype, q);
+  check_tensor("out", outputs.out.view, out_sizes(q, shape), q.dtype, q);
   const int32_t float32 = aoti_torch_dtype_float32();
-  check_tensor("lse", view(outputs.lse), lse_sizes(q, shape), float32, q);
-  if (dlse.has_value()) {
-    outputs.dlse = with_unit_last_stride(*dlse);
-    check_tensor("dlse", view(*outputs.dlse), lse_sizes(q, shape), float32, q);
-  }
-  return outputs;
+  check_tensor("lse", outputs.lse.view, lse_sizes(q, shape), float32, q);
+  if (outputs.dlse) check_tensor("dlse", outputs.dlse->view, lse_sizes(q, shape), float32, q);
 }
 
 // A gradient like `input`; zero where `zeroed`. Of shape (0,) when it isn't needed.
@@ -48,13 +41,14 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     const std::optional<Tensor>& seqused_q, const std::optional<Tensor>& seqused_k,
     double softmax_scale, int64_t window_left, int64_t window_right, bool deterministic,
     bool need_dq, bool need_dkv) {
-  const Inputs inputs =
-      with_unit_last_strides({q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                              softmax_scale, window_left, window_right});
-  const View query = view(inputs.q), key = view(inputs.k), value = view(inputs.v);
+  const Inputs inputs = {
+      q,           k,           v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale,
+      window_left, window_right};
+  const View &query = inputs.q.view, &key = inputs.k.view, &value = inputs.v.view;
   BackwardParams params;
   params.shape = check_inputs(inputs);
-  const Outputs outputs = check_outputs(dout, out, lse, dlse, query, params.shape);
+  const Outputs outputs = {dout, out, lse, dlse};
+  check_outputs(outputs, query, params.shape);
 
   std::optional<DeviceGuard> guard;
   if (query.is_cuda()) guard.emplace(query.device_index);
@@ -69,10 +63,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   params.q = const_tensor(query);
   params.k = const_tensor(key);
   params.v = const_tensor(value);
-  params.out = const_tensor(view(outputs.out));
-  params.dout = const_tensor(view(outputs.dout));
-  params.lse = row_stats(outputs.lse);
-  if (outputs.dlse.has_value()) params.dlse = row_stats(*outputs.dlse);
+  params.out = const_tensor(outputs.out.view);
+  params.dout = const_tensor(outputs.dout.view);
+  params.lse = row_stats(outputs.lse.view);
+  if (outputs.dlse) params.dlse = row_stats(outputs.dlse->view);
   if (need_dq) params.dq = mutable_tensor(dq);
   if (need_dkv) {
     params.dk = mutable_tensor(dk);

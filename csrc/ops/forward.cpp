@@ -11,10 +11,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
                                    const std::optional<Tensor>& seqused_q,
                                    const std::optional<Tensor>& seqused_k, double softmax_scale,
                                    int64_t window_left, int64_t window_right) {
-  const Inputs inputs =
-      with_unit_last_strides({q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                              softmax_scale, window_left, window_right});
-  const View query = view(inputs.q);
+  const Inputs inputs = {
+      q,           k,           v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale,
+      window_left, window_right};
+  const View& query = inputs.q.view;
   ForwardParams params;
   params.shape = check_inputs(inputs);
 
@@ -30,10 +30,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   if (nothing) return {out, lse};
 
   params.q = const_tensor(query);
-  params.k = const_tensor(view(inputs.k));
-  params.v = const_tensor(view(inputs.v));
+  params.k = const_tensor(inputs.k.view);
+  params.v = const_tensor(inputs.v.view);
   params.out = mutable_tensor(out);
-  params.lse = row_stats(lse);
+  params.lse = row_stats(view(lse));
   const Executor executor = make_executor(query);
   const Problem problem = make_problem(params.shape, {params.q, params.k, params.v});
   run_forward(make_forward_plan(problem, device_of(executor)), params, executor);

@@ -30,12 +30,11 @@ int64_t rows_of(const View& tensor) { return tensor.sizes[tensor.dim - 3]; }
 int64_t heads_of(const View& tensor) { return tensor.sizes[tensor.dim - 2]; }
 int64_t headdim_of(const View& tensor) { return tensor.sizes[tensor.dim - 1]; }
 
-const int32_t* check_integers(const char* name, const std::optional<Tensor>& tensor, int64_t size,
-                              const View& q) {
-  if (!tensor.has_value()) return nullptr;
-  const View integers = view(*tensor);
-  check_tensor(name, integers, {1, {size}}, aoti_torch_dtype_int32(), q);
-  return static_cast<const int32_t*>(integers.data);
+const int32_t* check_integers(const char* name, const std::optional<Operand>& integers,
+                              int64_t size, const View& q) {
+  if (!integers.has_value()) return nullptr;
+  check_tensor(name, integers->view, {1, {size}}, aoti_torch_dtype_int32(), q);
+  return static_cast<const int32_t*>(integers->view.data);
 }
 
 void check_shapes(const View& q, const View& k, const View& v) {
@@ -47,7 +46,7 @@ void check_shapes(const View& q, const View& k, const View& v) {
                   "head dims must be in 1..256, got ", headdim_of(q), " and ", headdim_of(v));
   STD_TORCH_CHECK(heads_of(k) == heads_of(v) && rows_of(k) == rows_of(v),
                   "k and v must have the same number of rows and heads");
-  STD_TORCH_CHECK(heads_of(k) == 0 ? heads_of(q) == 0 : heads_of(q) % heads_of(k) == 0, "k has ",
+  STD_TORCH_CHECK(heads_of(k) >= 1 && heads_of(q) >= 1 && heads_of(q) % heads_of(k) == 0, "k has ",
                   heads_of(k), " heads, which do not divide the ", heads_of(q), " of q");
   if (q.dim == 4) {
     STD_TORCH_CHECK(q.sizes[0] == k.sizes[0] && q.sizes[0] == v.sizes[0],
@@ -65,7 +64,7 @@ int64_t check_batch(const Inputs& inputs, const View& q) {
       inputs.cu_seqlens_q.has_value() == packed && inputs.cu_seqlens_k.has_value() == packed,
       "cu_seqlens_q and cu_seqlens_k come with tensors of 3 dimensions, and with those alone");
   if (!packed) return q.sizes[0];
-  const View cu_seqlens = view(*inputs.cu_seqlens_q);
+  const View& cu_seqlens = inputs.cu_seqlens_q->view;
   STD_TORCH_CHECK(cu_seqlens.dim == 1 && cu_seqlens.sizes[0] >= 1,
                   "cu_seqlens_q must be of shape (batch + 1,)");
   return cu_seqlens.sizes[0] - 1;
@@ -91,17 +90,6 @@ bool is_aligned16(const View& tensor, const Strides& stride) {
 }
 
 }  // namespace
-
-Inputs with_unit_last_strides(Inputs inputs) {
-  inputs.q = with_unit_last_stride(inputs.q);
-  inputs.k = with_unit_last_stride(inputs.k);
-  inputs.v = with_unit_last_stride(inputs.v);
-  for (auto* integers :
-       {&inputs.cu_seqlens_q, &inputs.cu_seqlens_k, &inputs.seqused_q, &inputs.seqused_k}) {
-    if (integers->has_value()) *integers = with_unit_last_stride(**integers);
-  }
-  return inputs;
-}
 
 void check_tensor(const char* name, const View& tensor, const Sizes& sizes, int32_t dtype,
                   const View& q) {
@@ -130,8 +118,7 @@ Sizes lse_sizes(const View& q, const ProblemShape& shape) {
 }
 
 bool nothing_to_attend(const ProblemShape& shape) {
-  return shape.batch == 0 || shape.heads_q == 0 || shape.seqlens_q.rows == 0 ||
-         shape.seqlens_k.rows == 0;
+  return shape.batch == 0 || shape.seqlens_q.rows == 0 || shape.seqlens_k.rows == 0;
 }
 
 bool has_rows_outside(const SeqLens& lengths) {
@@ -139,13 +126,14 @@ bool has_rows_outside(const SeqLens& lengths) {
 }
 
 ProblemShape check_inputs(const Inputs& inputs) {
-  const View q = view(inputs.q), k = view(inputs.k), v = view(inputs.v);
+  const View &q = inputs.q.view, &k = inputs.k.view, &v = inputs.v.view;
   const int64_t batch = check_batch(inputs, q);
   check_same_kind("k", k, q);
   check_same_kind("v", v, q);
   check_shapes(q, k, v);
   ProblemShape shape;
   shape.dtype = kernel_dtype(q.dtype);
+  STD_TORCH_CHECK(!q.is_cuda() || shape.dtype != DType::kFloat32, "float32 has no CUDA kernel");
   shape.batch = batch;
   shape.heads_q = static_cast<int>(heads_of(q));
   shape.heads_k = static_cast<int>(heads_of(k));
@@ -178,11 +166,10 @@ MutableTensor mutable_tensor(const Tensor& tensor) {
           .aligned16 = is_aligned16(layout, stride)};
 }
 
-RowStats row_stats(const Tensor& tensor) {
-  const View layout = view(tensor);
-  return {.data = static_cast<float*>(const_cast<void*>(layout.data)),
-          .batch_stride = layout.dim == 3 ? stride_of(layout, 0) : 0,
-          .head_stride = stride_of(layout, layout.dim - 2)};
+RowStats row_stats(const View& tensor) {
+  return {.data = static_cast<float*>(const_cast<void*>(tensor.data)),
+          .batch_stride = tensor.dim == 3 ? stride_of(tensor, 0) : 0,
+          .head_stride = stride_of(tensor, tensor.dim - 2)};
 }
 
 Problem make_problem(const ProblemShape& shape, std::initializer_list<ConstTensor> tensors) {

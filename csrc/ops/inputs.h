@@ -1,5 +1,5 @@
-// What both ops are given, checked and put into the kernels' words. Python has checked with better
-// errors already: these checks only keep a direct call of torch.ops.flashattn memory-safe.
+// What both ops are given, checked and put into the kernels' words. Every misfit of q, k and v is
+// refused here, before anything runs; Python only says it better.
 #pragma once
 
 #include <initializer_list>
@@ -11,15 +11,12 @@
 namespace flashattn {
 
 struct Inputs {
-  Tensor q, k, v;  // (batch, seqlen, heads, headdim), or (total, heads, headdim) with cu_seqlens
-  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k;  // (batch + 1,) int32
-  std::optional<Tensor> seqused_q, seqused_k;        // (batch,) int32
+  Operand q, k, v;  // (batch, seqlen, heads, headdim), or (total, heads, headdim) with cu_seqlens
+  std::optional<Operand> cu_seqlens_q, cu_seqlens_k;  // (batch + 1,) int32
+  std::optional<Operand> seqused_q, seqused_k;        // (batch,) int32
   double softmax_scale;
   int64_t window_left, window_right;
 };
-
-// Copies what kernels cannot read in place: tensors whose last stride is not 1.
-Inputs with_unit_last_strides(Inputs inputs);
 
 // Throws std::runtime_error when the inputs do not fit each other.
 ProblemShape check_inputs(const Inputs& inputs);
@@ -43,7 +40,7 @@ ConstTensor const_tensor(const View& tensor);
 MutableTensor mutable_tensor(const Tensor& tensor);
 
 // A (batch, heads, rows) or (heads, rows) fp32 tensor for a kernel.
-RowStats row_stats(const Tensor& tensor);
+RowStats row_stats(const View& tensor);
 
 // The planner's view of a call.
 Problem make_problem(const ProblemShape& shape, std::initializer_list<ConstTensor> tensors);

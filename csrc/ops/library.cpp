@@ -1,5 +1,5 @@
 // Schemas and implementations of torch.ops.flashattn. The fake implementations and autograd are
-// Python's (flashattn/_ops.py, flashattn/_autograd.py).
+// Python's (flashattn/_fakes.py, flashattn/_autograd.py).
 #include "ops/ops.h"
 
 STABLE_TORCH_LIBRARY(flashattn, m) {

@@ -74,12 +74,19 @@ inline void fill(const Tensor& tensor, double value) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_aten_fill__Scalar(tensor.get(), value));
 }
 
-// The tensor itself when its last dimension has stride 1, else a contiguous copy.
-inline Tensor with_unit_last_stride(const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  if (last < 0 || tensor.stride(last) == 1 || tensor.size(last) <= 1) return tensor;
-  return torch::stable::contiguous(tensor);
-}
+// A tensor as kernels read it: in place, or, where its last stride isn't 1, as a contiguous copy
+// that lives as long as this.
+struct Operand {
+  Operand(const Tensor& tensor) : view(flashattn::view(tensor)) {
+    const int64_t last = view.dim - 1;
+    if (last < 0 || view.strides[last] == 1 || view.sizes[last] <= 1) return;
+    copy = torch::stable::contiguous(tensor);
+    view = flashattn::view(*copy);
+  }
+
+  View view;
+  std::optional<Tensor> copy;
+};
 
 inline void* current_cuda_stream(int device_index) {
   void* stream = nullptr;
