@@ -28,7 +28,7 @@ def later_options(dropout_p: float, softcap: float, **tensors: Tensor | None) ->
         raise ValueError(f"dropout_p: needs 0 <= dropout_p < 1, got {dropout_p}")
     if dropout_p > 0.0:
         _not_implemented("dropout_p", f"got {dropout_p}; pass 0.0 (in evaluation too)")
-    if softcap < 0.0:
+    if not softcap >= 0.0:
         raise ValueError(f"softcap: needs 0 (off) or a positive number, got {softcap}")
     if softcap > 0.0:
         _not_implemented("softcap", f"got {softcap}; pass 0.0")

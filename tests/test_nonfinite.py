@@ -168,3 +168,39 @@ def test_infinite_score(device, dtype):
     rows = torch.arange(70, device=device) != 5
     same_bits("out", got.out[:, rows], wanted.out[:, rows])
     assert got.out[0, 5].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        fixed(1, 600, causal=True, heads=4, heads_k=2, headdim=8),  # several blocks of keys and rows
+        fixed(1, 150, 70, window=(0, 0), heads=4, heads_k=2),  # rows that see nothing
+    ],
+    ids=str,
+)
+def test_bits_beside_a_poison_of_a_later_block_and_head(problem, name, device, dtype):
+    """Sums that have begun when the poison comes go on bit by bit, in each head of a group."""
+    inputs = make_inputs(problem, device, dtype)
+    wanted = attend(problem, inputs, deterministic=True)
+    tensor = getattr(inputs, name).clone()
+    at, head = tensor.shape[1] - 11, tensor.shape[2] - 1
+    tensor[0, at, head] = NAN
+    got = attend(problem, inputs.replace(**{name: tensor}), deterministic=True)
+    visible = next(visibility(problem, device))
+    by_row = name in ("q", "dout")
+    rows = torch.arange(visible.shape[0], device=device) == at if by_row else visible[:, at]
+    keys = visible[rows].any(0) if rows.any() else torch.zeros_like(visible[0])
+    group = problem.heads // problem.heads_k
+    heads = [head] if by_row else list(range(head * group, (head + 1) * group))
+    for kind, seen, touched in (
+        ("out", rows, heads),
+        ("dq", rows, heads),
+        ("dk", keys, [heads[0] // group]),
+        ("dv", keys, [heads[0] // group]),
+    ):
+        x, y = getattr(got, kind), getattr(wanted, kind)
+        outside = torch.ones(x.shape[1:3], dtype=torch.bool, device=device)
+        for one in touched:
+            outside[seen, one] = False
+        same_bits(kind, x[0][outside], y[0][outside])

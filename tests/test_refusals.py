@@ -135,6 +135,8 @@ def test_bad_numbers(inputs, pieces):
         call(inputs, softmax_scale=torch.tensor(1.0))
     with raises(ValueError, "softcap"):
         call(inputs, softcap=-1.0)
+    with raises(ValueError, "softcap"):
+        call(inputs, softcap=float("nan"))
     with raises(TypeError, "max_seqlen_q"):
         call(pieces, max_seqlen_q="many")
 

@@ -15,6 +15,7 @@ struct BackwardScratch {
   Matrix k, k_transposed, v_transposed;  // (block_n, headdim), (headdim, block_n), (headdim_v, ..)
   Matrix dk, dv;                         // (block_n, headdim), (block_n, headdim_v)
   Matrix probs, dscores;                 // (block_m, block_n)
+  Matrix finite;  // (either block, either headdim): an operand with NaN or Inf behind a mask
 
   static int64_t floats(const ProblemShape& shape) {
     BackwardScratch scratch;
@@ -38,6 +39,7 @@ struct BackwardScratch {
     dv = take(key_capacity, shape.headdim_v);
     probs = take(row_capacity, key_capacity);
     dscores = take(row_capacity, key_capacity);
+    finite = take(max(row_capacity, key_capacity), max(shape.headdim, shape.headdim_v));
     return used;
   }
 };
@@ -202,14 +204,16 @@ class BackwardBlocks {
   // grad (keys, columns) += weights^T (keys, rows) * rows_of (rows, columns)
   void add_to_keys(Matrix grad, Matrix weights, Matrix rows_of, const Pair& pair, int columns) {
     grad = grad.from(pair.begin, 0);
-    if (!pair.masked || all_finite(rows_of, pair.rows, columns)) {
-      multiply<LeftOperand::kTransposed, Update::kAdd>(grad, weights, rows_of, pair.keys, columns,
-                                                       pair.rows);
-      return;
-    }
-    multiply_visible({grad.data, grad.stride, 1}, {weights.data, 1, weights.stride},
-                     {rows_of.data, rows_of.stride, 1}, pair.keys, columns, pair.rows,
-                     [&](int n, int i) { return visible(pair, i, n); });
+    bool isolate = pair.masked && !all_finite(rows_of, pair.rows, columns);
+    Matrix factor = isolate ? scratch_.finite : rows_of;
+    if (isolate) copy_finite(factor, rows_of, pair.rows, columns);
+    multiply<LeftOperand::kTransposed, Update::kAdd>(grad, weights, factor, pair.keys, columns,
+                                                     pair.rows);
+    if (!isolate) return;
+    for_each_special(rows_of, pair.rows, columns, [&](int i, int c, float value) {
+      KeyRange seen = seen_keys(pair, i);
+      for (int n = seen.begin; n < seen.end; ++n) *grad.at(n, c) += *weights.at(i, n) * value;
+    });
   }
 
   // Without softmax_scale, as dk: it is applied once, when the sum is stored.
@@ -218,14 +222,17 @@ class BackwardBlocks {
     int64_t part = static_cast<int64_t>(split_) * shape_.heads_q + pair.head;
     Matrix dq = {workspace_.dq.at(part, row), workspace_.dq.stride};
     Matrix k = scratch_.k.from(pair.begin, 0), dscores = scratch_.dscores;
-    if (!pair.masked || all_finite(k, pair.keys, shape_.headdim)) {
-      multiply<LeftOperand::kPlain, Update::kAdd>(dq, dscores, k, pair.rows, shape_.headdim,
-                                                  pair.keys);
-      return;
-    }
-    multiply_visible({dq.data, dq.stride, 1}, {dscores.data, dscores.stride, 1},
-                     {k.data, k.stride, 1}, pair.rows, shape_.headdim, pair.keys,
-                     [&](int i, int n) { return visible(pair, i, n); });
+    bool isolate = pair.masked && !all_finite(k, pair.keys, shape_.headdim);
+    Matrix factor = isolate ? scratch_.finite : k;
+    if (isolate) copy_finite(factor, k, pair.keys, shape_.headdim);
+    multiply<LeftOperand::kPlain, Update::kAdd>(dq, dscores, factor, pair.rows, shape_.headdim,
+                                                pair.keys);
+    if (!isolate) return;
+    for_each_special(k, pair.keys, shape_.headdim, [&](int n, int c, float value) {
+      for (int i = 0; i < pair.rows; ++i) {
+        if (visible(pair, i, n)) *dq.at(i, c) += *dscores.at(i, n) * value;
+      }
+    });
   }
 
   const BackwardParams& params_;

@@ -101,37 +101,35 @@ inline void multiply_headdim(Matrix c, Matrix a, Matrix b, int rows, int columns
                                               columns, headdim - kChain);
 }
 
-inline bool all_finite(Matrix x, int rows, int columns) {
+// NaN and Inf in an operand whose pairs are partly hidden: a hidden pair has weight 0, and 0 * Inf
+// would be NaN. The product is taken with zeros in their places, so that what doesn't see them
+// keeps its bits, and what does see them has them added afterwards.
+inline bool is_special(float x) {
   constexpr uint32_t kExponent = 0x7f800000;
+  return (bit_cast<uint32_t>(x) & kExponent) == kExponent;
+}
+
+inline bool all_finite(Matrix x, int rows, int columns) {
   uint32_t found = 0;
   for (int r = 0; r < rows; ++r) {
     const float* row = x.at(r, 0);
-    for (int c = 0; c < columns; ++c) {
-      found |= (bit_cast<uint32_t>(row[c]) & kExponent) == kExponent ? 1u : 0u;
-    }
+    for (int c = 0; c < columns; ++c) found |= is_special(row[c]) ? 1u : 0u;
   }
   return found == 0;
 }
 
-// An element's address is data + i * row_stride + j * column_stride.
-struct StridedMatrix {
-  float* data;
-  int row_stride, column_stride;
-
-  FLASHATTN_CPU_INLINE float& operator()(int i, int j) const {
-    return data[static_cast<int64_t>(i) * row_stride + static_cast<int64_t>(j) * column_stride];
+inline void copy_finite(Matrix to, Matrix x, int rows, int columns) {
+  for (int r = 0; r < rows; ++r) {
+    for (int c = 0; c < columns; ++c) *to.at(r, c) = is_special(*x.at(r, c)) ? 0.f : *x.at(r, c);
   }
-};
+}
 
-// C += AB over the terms with visible(row, k) alone: a hidden pair has weight 0, and 0 * Inf would
-// be NaN. Only for partly masked blocks whose B holds Inf or NaN.
-template <typename Visible>
-void multiply_visible(StridedMatrix c, StridedMatrix a, StridedMatrix b, int rows, int columns,
-                      int depth, Visible visible) {
-  for (int i = 0; i < rows; ++i) {
-    for (int k = 0; k < depth; ++k) {
-      if (!visible(i, k)) continue;
-      for (int j = 0; j < columns; ++j) c(i, j) += a(i, k) * b(k, j);
+// Calls add(row, column, value) for each special value.
+template <typename Add>
+void for_each_special(Matrix x, int rows, int columns, Add add) {
+  for (int r = 0; r < rows; ++r) {
+    for (int c = 0; c < columns; ++c) {
+      if (is_special(*x.at(r, c))) add(r, c, *x.at(r, c));
     }
   }
 }

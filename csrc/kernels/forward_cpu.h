@@ -16,6 +16,7 @@ struct ForwardScratch {
   static_assert(kRows % kPanel == 0);
 
   Matrix k, v;          // (block_n, headdim), (block_n, headdim_v): unless they are packed
+  Matrix finite_v;      // (block_n, headdim_v): where v holds NaN or Inf behind a mask
   Matrix scores;        // (block_n, kPanel): scores, then probabilities
   Matrix query_panels;  // (panels * headdim, kPanel): q transposed, with the sign of softmax_scale
   Matrix out_panels;    // (panels * headdim_v, kPanel): not yet divided by row_sum
@@ -43,6 +44,7 @@ struct ForwardScratch {
     };
     k = take(keys, padded_stride(shape.headdim));
     v = take(keys, padded_stride(shape.headdim_v));
+    finite_v = take(keys, padded_stride(shape.headdim_v));
     scores = take(keys, kPanel);
     query_panels = take(panels * headdim, kPanel);
     out_panels = take(panels * headdim_v, kPanel);
@@ -239,19 +241,19 @@ class ForwardBlock {
 
   void add_values(int panel, const KeyPart& part, bool v_finite) {
     Matrix out = scratch_.out_panel(panel), v = v_.from(part.begin, 0), probs = scratch_.scores;
-    const float* correction = scratch_.correction.data;
-    if (!part.masked || v_finite) {
-      multiply<LeftOperand::kTransposed, Update::kScaleAndAdd>(out, v, probs, shape_.headdim_v,
-                                                               kPanel, part.keys, correction);
-      return;
-    }
-    for (int d = 0; d < shape_.headdim_v; ++d) {
-      for (int i = 0; i < kPanel; ++i) *out.at(d, i) *= correction[i];
-    }
+    bool isolate = part.masked && !v_finite;
+    Matrix factor = isolate ? scratch_.finite_v : v;
+    if (isolate) copy_finite(factor, v, part.keys, shape_.headdim_v);
+    multiply<LeftOperand::kTransposed, Update::kScaleAndAdd>(
+        out, factor, probs, shape_.headdim_v, kPanel, part.keys, scratch_.correction.data);
+    if (!isolate) return;
     int row = row_begin_ + panel * kPanel;
-    multiply_visible({out.data, 1, kPanel}, {probs.data, 1, kPanel}, {v.data, v.stride, 1},
-                     panel_rows(panel), shape_.headdim_v, part.keys,
-                     [&](int i, int n) { return mask_.visible(row + i, part.first_key + n); });
+    for_each_special(v, part.keys, shape_.headdim_v, [&](int n, int d, float value) {
+      for (int i = 0; i < panel_rows(panel); ++i) {
+        if (!mask_.visible(row + i, part.first_key + n)) continue;
+        *out.at(d, i) += *probs.at(n, i) * value;
+      }
+    });
   }
 
   void store_panel(int panel) {
