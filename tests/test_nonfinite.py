@@ -174,7 +174,9 @@ def test_infinite_score(device, dtype):
 @pytest.mark.parametrize(
     "problem",
     [
-        fixed(1, 600, causal=True, heads=4, heads_k=2, headdim=8),  # several blocks of keys and rows
+        fixed(
+            1, 600, causal=True, heads=4, heads_k=2, headdim=8
+        ),  # several blocks of keys and rows
         fixed(1, 150, 70, window=(0, 0), heads=4, heads_k=2),  # rows that see nothing
     ],
     ids=str,
