@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import attend, fixed, make_inputs, packed
+from cases import attend, expected, fixed, make_inputs, packed
 from tolerance import check_problem, same_result
 
 import flashattn
@@ -198,3 +198,35 @@ def test_lse_is_the_natural_logarithm(device, dtype):
             scores = [torch.einsum("qhd,khd->hqk", q[part], k[part]) / 8 for part in halves]
             wanted = torch.cat([s.logsumexp(-1) for s in scores], -1)
         torch.testing.assert_close(got.lse.double(), wanted, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [3e2, 2e4, 1e6, 1e15])
+def test_one_key_with_a_score_of_any_size(size, device, dtype):
+    """One key has weight 1, however large its score and however the scale rounds it."""
+    if size**2 * 32 > torch.finfo(torch.float32).max or size > torch.finfo(dtype).max:
+        pytest.skip("the score itself is not finite in fp32")
+    problem = fixed(1, 1, 1, heads=1, headdim=32)
+    inputs = make_inputs(problem, device, dtype)
+    for sign in (1, -1):
+        some = inputs.replace(
+            q=torch.full_like(inputs.q, size), k=torch.full_like(inputs.k, sign * size)
+        )
+        got = attend(problem, some, dlse=False)
+        assert torch.equal(got.out, inputs.v)
+        score = float((some.q.double() * some.k.double()).sum()) * 32**-0.5
+        assert abs(float(got.lse) - score) <= 2e-6 * abs(score)
+        torch.testing.assert_close(got.dv, inputs.dout, rtol=1e-5, atol=1e-6)
+
+
+def test_large_random_scores(device):
+    """Scores of some 1e10, beside each other in one block: no row is lost, gradients are finite."""
+    problem = fixed(1, 64, heads=2, headdim=96)
+    inputs = make_inputs(problem, device, torch.bfloat16)
+    inputs = inputs.replace(q=inputs.q * 3e4, k=inputs.k * 3e4)
+    got = attend(problem, inputs, dlse=False)
+    assert not (got.out == 0).all(-1).any()
+    for name, tensor in got.items():
+        assert torch.isfinite(tensor).all(), name
+    torch.testing.assert_close(
+        got.out.double(), expected(problem, inputs, dlse=False).out, rtol=1e-2, atol=1e-2
+    )

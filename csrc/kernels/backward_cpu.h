@@ -48,6 +48,10 @@ struct BackwardScratch {
 // delta).
 FLASHATTN_CPU_INLINE void row_gradient(float* scores, float* dprobs, int begin, int end,
                                        float scale, float lse, float lse_rest, float delta) {
+  if (lse > kLargeScore || lse < -kLargeScore) {  // as in the forward: products rounded
+    for (int n = begin; n < end; n += kLanes) store(scores + n, load(scores + n) * scale);
+    scale = 1.f;
+  }
   for (int n = begin; n < end; n += kLanes) {
     Vec p = exp(load(scores + n) * scale - lse - lse_rest);
     store(scores + n, p);

@@ -89,6 +89,30 @@ struct ScoreScale {
   }
 };
 
+// scale * score - maximum in one rounding is not 0 where maximum is that very product, rounded, but
+// half a unit in its last place: nothing for small products, everything for large ones. Rows whose
+// maximum is above this take their products rounded.
+constexpr float kLargeScore = 65536;
+
+// Scores of rows with a large maximum are scaled here; `factor` is what is left to multiply with.
+inline void scale_large_scores(Matrix scores, int keys, float scale, const float* row_max,
+                               Vec* factor) {
+  bool any = false;
+  for (int i = 0; i < kPanel; ++i) any |= row_max[i] > kLargeScore || row_max[i] < -kLargeScore;
+  FLASHATTN_CPU_UNROLL
+  for (int j = 0; j < kTileVecs; ++j) factor[j] = broadcast(scale);
+  if (!any) return;
+  for (int j = 0; j < kTileVecs; ++j) {
+    Vec maximum = load(row_max + j * kLanes);
+    IntVec large = (maximum > kLargeScore) | (maximum < -kLargeScore);
+    for (int n = 0; n < keys; ++n) {
+      float* p = scores.at(n, j * kLanes);
+      store(p, large ? load(p) * scale : load(p));
+    }
+    factor[j] = large ? broadcast(1.f) : factor[j];
+  }
+}
+
 // Scores become exp(scale * score - maximum); maximum and sum of the rows move on.
 inline void update_softmax(Matrix scores, int keys, float scale, float* row_max, float* row_sum,
                            float* correction) {
@@ -110,11 +134,13 @@ inline void update_softmax(Matrix scores, int keys, float scale, float* row_max,
     store(correction + j * kLanes, exp(before - reference[j]));
     store(row_max + j * kLanes, maximum[j]);
   }
+  Vec factor[kTileVecs];
+  scale_large_scores(scores, keys, scale, row_max, factor);
   for (int n = 0; n < keys; ++n) {
     FLASHATTN_CPU_UNROLL
     for (int j = 0; j < kTileVecs; ++j) {
       float* p = scores.at(n, j * kLanes);
-      Vec probability = exp(load(p) * scale - reference[j]);
+      Vec probability = exp(load(p) * factor[j] - reference[j]);
       store(p, probability);
       sum[j] += probability;
     }
