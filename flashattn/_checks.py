@@ -38,9 +38,12 @@ def later_options(dropout_p: float, softcap: float, **tensors: Tensor | None) ->
 
 
 def _not_implemented(name: str, what_to_do: str) -> NoReturn:
+    # Pages are how a cache is stored, not what is computed: the reference takes plain tensors.
+    otherwise = (
+        "" if name == "block_table" else ", or use flashattn.reference.attention, which has it"
+    )
     raise NotImplementedError(
-        f"{name}: this build of flashattn has no kernel for it: {what_to_do}, "
-        "or use flashattn.reference.attention, which has every option."
+        f"{name}: this build of flashattn has no kernel for it: {what_to_do}{otherwise}."
     )
 
 
