@@ -409,7 +409,8 @@ def flash_attn_combine(
     parts in the leading dimension. Raises NotImplementedError: this build has no kernel for it."""
     raise NotImplementedError(
         "flash_attn_combine: this build of flashattn has no kernel for it; combine with torch: "
-        "lse = logsumexp(lse_partial, 0), out = sum(exp(lse_partial - lse)[..., None] * out_partial, 0)"
+        "lse = logsumexp(lse_partial, 0), "
+        "out = sum(exp(lse_partial - lse)[..., None] * out_partial, 0)"
     )
 
 
