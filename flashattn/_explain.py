@@ -196,6 +196,7 @@ def _device(q: Tensor, device: str | torch.device | None) -> _plan.Device:
         sm_count=card.multi_processor_count,
         smem_per_block=card.shared_memory_per_block_optin,
         smem_per_sm=card.shared_memory_per_multiprocessor,
+        archs=_ops.build_info["archs"] or None,
     )
 
 
