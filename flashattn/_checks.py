@@ -91,11 +91,7 @@ def fixed(q: Tensor, k: Tensor, v: Tensor) -> int:
         and seqlen_k == seqlen_v
         and heads_k == heads_v
         and headdim == headdim_k
-        and heads > 0
-        and heads_k > 0
-        and heads % heads_k == 0
-        and 0 < headdim <= MAX_HEADDIM
-        and 0 < headdim_v <= MAX_HEADDIM
+        and _heads_ok(heads, heads_k, headdim, headdim_v)
         and _kind_ok(q, k, v)
     ):
         _explain_qkv(q, k, v, FIXED)
@@ -126,11 +122,7 @@ def packed(
         total_k == total_v
         and heads_k == heads_v
         and headdim == headdim_k
-        and heads > 0
-        and heads_k > 0
-        and heads % heads_k == 0
-        and 0 < headdim <= MAX_HEADDIM
-        and 0 < headdim_v <= MAX_HEADDIM
+        and _heads_ok(heads, heads_k, headdim, headdim_v)
         and _kind_ok(q, k, v)
     ):
         _explain_qkv(q, k, v, PACKED)
@@ -158,6 +150,16 @@ def sequences(
         _seqused("seqused_q", seqused_q, entries - 1, q)
     if seqused_k is not None:
         _seqused("seqused_k", seqused_k, entries - 1, q)
+
+
+def _heads_ok(heads: int, heads_k: int, headdim: int, headdim_v: int) -> bool:
+    return (
+        heads > 0
+        and heads_k > 0
+        and heads % heads_k == 0
+        and 0 < headdim <= MAX_HEADDIM
+        and 0 < headdim_v <= MAX_HEADDIM
+    )
 
 
 def _kind_ok(q: Tensor, k: Tensor, v: Tensor) -> bool:

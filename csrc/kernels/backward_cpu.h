@@ -205,15 +205,20 @@ class BackwardBlocks {
     return n >= seen.begin && n < seen.end;
   }
 
+  // x, or where a mask could hide special values of it a copy without them.
+  Matrix finite_factor(Matrix x, int rows, int columns, const Pair& pair) const {
+    if (!pair.masked || all_finite(x, rows, columns)) return x;
+    copy_finite(scratch_.finite, x, rows, columns);
+    return scratch_.finite;
+  }
+
   // grad (keys, columns) += weights^T (keys, rows) * rows_of (rows, columns)
   void add_to_keys(Matrix grad, Matrix weights, Matrix rows_of, const Pair& pair, int columns) {
     grad = grad.from(pair.begin, 0);
-    bool isolate = pair.masked && !all_finite(rows_of, pair.rows, columns);
-    Matrix factor = isolate ? scratch_.finite : rows_of;
-    if (isolate) copy_finite(factor, rows_of, pair.rows, columns);
+    Matrix factor = finite_factor(rows_of, pair.rows, columns, pair);
     multiply<LeftOperand::kTransposed, Update::kAdd>(grad, weights, factor, pair.keys, columns,
                                                      pair.rows);
-    if (!isolate) return;
+    if (factor.data == rows_of.data) return;
     for_each_special(rows_of, pair.rows, columns, [&](int i, int c, float value) {
       KeyRange seen = seen_keys(pair, i);
       for (int n = seen.begin; n < seen.end; ++n) *grad.at(n, c) += *weights.at(i, n) * value;
@@ -226,12 +231,10 @@ class BackwardBlocks {
     int64_t part = static_cast<int64_t>(split_) * shape_.heads_q + pair.head;
     Matrix dq = {workspace_.dq.at(part, row), workspace_.dq.stride};
     Matrix k = scratch_.k.from(pair.begin, 0), dscores = scratch_.dscores;
-    bool isolate = pair.masked && !all_finite(k, pair.keys, shape_.headdim);
-    Matrix factor = isolate ? scratch_.finite : k;
-    if (isolate) copy_finite(factor, k, pair.keys, shape_.headdim);
+    Matrix factor = finite_factor(k, pair.keys, shape_.headdim, pair);
     multiply<LeftOperand::kPlain, Update::kAdd>(dq, dscores, factor, pair.rows, shape_.headdim,
                                                 pair.keys);
-    if (!isolate) return;
+    if (factor.data == k.data) return;
     for_each_special(k, pair.keys, shape_.headdim, [&](int n, int c, float value) {
       for (int i = 0; i < pair.rows; ++i) {
         if (visible(pair, i, n)) *dq.at(i, c) += *dscores.at(i, n) * value;
