@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from flashattn import _ops
+from flashattn import _ops, _plan
 
 MAX_HEADDIM = 256
 MAX_WINDOW = 2**30  # csrc/common/mask.h keeps bounds below this; no sequence is longer
@@ -233,6 +233,15 @@ def _explain_qkv(q: Tensor, k: Tensor, v: Tensor, layout: dict[str, str]) -> Non
             "q: is on a CUDA device, and this build of flashattn has CPU kernels only; build it "
             "where nvcc is found, or move the tensors to the CPU"
         )
+    if q.is_cuda:
+        major, minor = torch.cuda.get_device_capability(q.device)
+        archs = _ops.build_info["archs"]
+        if not _plan.kernel_image_available(archs, 10 * major + minor):
+            raise NotImplementedError(
+                f"q: is on {torch.cuda.get_device_name(q.device)}, compute capability "
+                f"{major}.{minor}, and this build of flashattn is for {archs}; build it with "
+                f"FLASHATTN_CUDA_ARCHS={major}{minor}"
+            )
     if q.is_cuda and q.dtype == torch.float32:
         raise NotImplementedError(
             "q: this build has no float32 kernel for CUDA; use float16 or bfloat16 (autocast "

@@ -180,6 +180,7 @@ void bind_plan(py::module_& module) {
       .def_readonly("grid", &Plan::grid)
       .def_readonly("smem_bytes", &Plan::smem_bytes)
       .def_readonly("accum_headdim", &Plan::accum_headdim)
+      .def_readonly("accum_rows", &Plan::accum_rows)
       .def_readonly("dq_turns_per_head", &Plan::dq_turns_per_head)
       .def_readonly("workspace", &Plan::workspace)
       .def_property_readonly("workspace_bytes", [](const Plan& p) { return p.workspace.bytes; })

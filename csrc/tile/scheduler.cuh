@@ -8,6 +8,12 @@
 
 namespace flashattn::tile {
 
+// All lanes hold the same values; the compiler learns it from the shuffle, and keeps what follows
+// from them in uniform registers.
+__device__ __forceinline__ SeqRows uniform(const SeqRows& rows) {
+  return {__shfl_sync(~0u, rows.begin, 0), __shfl_sync(~0u, rows.length, 0)};
+}
+
 struct TileCoord {
   int64_t batch;
   int head;
@@ -15,14 +21,9 @@ struct TileCoord {
   int blocks;  // of that sequence
   SeqRows rows;
 
-  // All lanes hold the same values; the compiler learns it from the shuffle, and keeps what follows
-  // from them in uniform registers.
   __device__ __forceinline__ TileCoord uniform() const {
-    return {__shfl_sync(~0u, batch, 0),
-            __shfl_sync(~0u, head, 0),
-            __shfl_sync(~0u, block, 0),
-            __shfl_sync(~0u, blocks, 0),
-            {__shfl_sync(~0u, rows.begin, 0), __shfl_sync(~0u, rows.length, 0)}};
+    return {__shfl_sync(~0u, batch, 0), __shfl_sync(~0u, head, 0), __shfl_sync(~0u, block, 0),
+            __shfl_sync(~0u, blocks, 0), tile::uniform(rows)};
   }
 };
 
