@@ -233,19 +233,24 @@ def _explain_qkv(q: Tensor, k: Tensor, v: Tensor, layout: dict[str, str]) -> Non
             "q: is on a CUDA device, and this build of flashattn has CPU kernels only; build it "
             "where nvcc is found, or move the tensors to the CPU"
         )
-    if q.is_cuda:
-        major, minor = torch.cuda.get_device_capability(q.device)
-        archs = _ops.build_info["archs"]
-        if not _plan.kernel_image_available(archs, 10 * major + minor):
-            raise NotImplementedError(
-                f"q: is on {torch.cuda.get_device_name(q.device)}, compute capability "
-                f"{major}.{minor}, and this build of flashattn is for {archs}; build it with "
-                f"FLASHATTN_CUDA_ARCHS={major}{minor}"
-            )
     if q.is_cuda and q.dtype == torch.float32:
         raise NotImplementedError(
             "q: this build has no float32 kernel for CUDA; use float16 or bfloat16 (autocast "
             "does), or flashattn.reference.attention"
+        )
+
+
+def gpu(q: Tensor) -> None:
+    """Whether the build has code for q's GPU: only after a failure, not in every call."""
+    if not q.is_cuda:
+        return
+    major, minor = torch.cuda.get_device_capability(q.device)
+    archs = _ops.build_info["archs"]
+    if not _plan.kernel_image_available(archs, 10 * major + minor):
+        raise NotImplementedError(
+            f"q: is on {torch.cuda.get_device_name(q.device)}, compute capability {major}.{minor}, "
+            f"and this build of flashattn is for {archs}; build it with "
+            f"FLASHATTN_CUDA_ARCHS={major}{minor}"
         )
 
 
