@@ -79,16 +79,15 @@ struct BackwardParams {
   RowStats lse;              // from the forward; read only
   RowStats dlse;             // gradient of lse, null: zero; read only
   MutableTensor dq, dk, dv;  // the shapes of q, k, v; dk and dv always come together
-  // Workspace (sizes in plan/plan.h). `rows` counts all query rows: row r of sequence b is
-  // b * seqlens_q.rows + r at a fixed length, cu_seqlens_q[b] + r when packed.
-  float* dq_accum = nullptr;   // (heads_q, accum_rows, headdim rounded up to the tile's), zeroed
-                               // before; in the order of tile/dq_accum.cuh
-  int64_t accum_rows = 0;      // rows of all sequences in groups: SeqLens::grouped_begin
-  float* lse_log2 = nullptr;   // (heads_q, rows): tile::LseLog2, +inf for a row that sees nothing
-  float* delta = nullptr;      // (heads_q, rows): <dout, out> - dlse
-  int32_t* dq_turn = nullptr;  // deterministic only, zeroed: (heads_q, dq_turns_per_head, warps)
+  // Workspace (sizes in plan/plan.h), by rows in groups of kDqRowGroup: row r of sequence b is
+  // SeqLens::grouped_begin(b) + r.
+  int64_t accum_rows = 0;
+  float* dq_accum = nullptr;      // (heads_q, accum_rows, headdim rounded up to the tile's), zeroed
+                                  // before; in the order of tile/dq_accum.cuh
+  float* lse_log2 = nullptr;      // (heads_q, accum_rows): tile::LseLog2; +inf: a row sees nothing
+  float* delta = nullptr;         // (heads_q, accum_rows): <dout, out> - dlse
+  int32_t* dq_turn = nullptr;     // deterministic only, zeroed: (heads_q, dq_turns_per_head, warps)
   int64_t dq_turns_per_head = 0;  // blocks of block_m rows, grouped likewise
-  int64_t rows = 0;
 };
 
 }  // namespace flashattn

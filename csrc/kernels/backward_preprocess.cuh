@@ -6,6 +6,7 @@
 #include "host/launch.cuh"
 #include "kernels/kernels.h"
 #include "tile/element.cuh"
+#include "tile/scheduler.cuh"
 #include "tile/softmax.cuh"
 
 namespace flashattn {
@@ -33,35 +34,15 @@ __device__ __forceinline__ float lse_for_exp2(float lse) {
   return lse == tile::kInfinity ? tile::kNan : tile::LseLog2::encode(lse);
 }
 
-// A query row: its place in the tensors, and the row number that workspace goes by.
-struct QueryRow {
-  int64_t batch, seq_row, row;
-  bool valid;  // otherwise the last one, so that every lane has something to read
-
-  // Row `i` of those from `first` on. The wide division is the same for all of a CTA's threads.
-  __device__ __forceinline__ QueryRow(const BackwardParams& params, int64_t first, int i) {
-    valid = first + i < params.rows;
-    row = valid ? first + i : params.rows - 1;
-    batch = 0;
-    seq_row = row;
-    if (params.shape.seqlens_q.packed()) return;
-    int64_t first_batch = first / params.shape.seqlens_q.rows;
-    auto rows = static_cast<uint32_t>(params.shape.seqlens_q.rows);
-    auto past = static_cast<uint32_t>(row - first_batch * params.shape.seqlens_q.rows);
-    batch = first_batch + past / rows;
-    seq_row = past % rows;
-  }
-};
-
 // A lane's part of <dout, out>.
 template <class E>
-__device__ __forceinline__ float partial_dot(const BackwardParams& params, const QueryRow& at,
-                                             int64_t head, int lane) {
+__device__ __forceinline__ float partial_dot(const BackwardParams& params, int64_t batch,
+                                             int64_t row, int64_t head, int lane) {
   int headdim = params.shape.headdim_v;
   const E* out =
-      static_cast<const E*>(params.out.data) + params.out.stride.offset(at.batch, at.seq_row, head);
-  const E* dout = static_cast<const E*>(params.dout.data) +
-                  params.dout.stride.offset(at.batch, at.seq_row, head);
+      static_cast<const E*>(params.out.data) + params.out.stride.offset(batch, row, head);
+  const E* dout =
+      static_cast<const E*>(params.dout.data) + params.dout.stride.offset(batch, row, head);
   float sum = 0.f;
   if (params.out.aligned16 && params.dout.aligned16) {
     for (int col = lane * 8; col < headdim; col += kLanesPerRow * 8) {
@@ -81,42 +62,50 @@ __device__ __forceinline__ float partial_dot(const BackwardParams& params, const
   return sum;
 }
 
-// Eight lanes a row; a CTA takes kPreprocessRows of one head, the heads of these rows follow. All
-// of a thread's rows are read before the first is written: their loads wait together.
+// Eight lanes a row; a CTA takes kPreprocessRows of one head and sequence. All of a thread's rows
+// are read before the first is written: their loads wait together.
 template <DType kType>
 __global__ void __launch_bounds__(kPreprocessThreads)
     backward_preprocess_kernel(const __grid_constant__ BackwardParams params) {
   using E = tile::Element<kType>;
-  int64_t head = blockIdx.x % params.shape.heads_q;
-  int64_t first_row = int64_t{blockIdx.x / params.shape.heads_q} * kPreprocessRows;
-  int lane = threadIdx.x % kLanesPerRow;
-  float delta[kRowsPerThread], lse[kRowsPerThread];
+  const ProblemShape& shape = params.shape;
+  tile::TileCoord coord =
+      tile::tile_of_cta(shape.seqlens_q, shape.batch, shape.heads_q, kPreprocessRows);
+  int first_row = coord.block * kPreprocessRows;
+  if (coord.block < 0 || first_row >= coord.rows.length) return;
+  int lane = threadIdx.x % kLanesPerRow, last = coord.rows.length - 1;
+  int thread_row = first_row + threadIdx.x / kLanesPerRow;
+  float delta[kRowsPerThread], lse[kRowsPerThread], dlse[kRowsPerThread];
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    QueryRow at(params, first_row, threadIdx.x / kLanesPerRow + i * kRowStep);
-    lse[i] = params.lse.data[params.lse.offset(at.batch, head, at.seq_row)];
-    delta[i] = partial_dot<E>(params, at, head, lane);
+  for (int i = 0; i < kRowsPerThread; ++i) {  // past the end the last row: every lane takes part
+    int64_t row = coord.rows.begin + min(thread_row + i * kRowStep, last);
+    lse[i] = params.lse.data[params.lse.offset(coord.batch, coord.head, row)];
+    dlse[i] = params.dlse.data == nullptr
+                  ? 0.f
+                  : params.dlse.data[params.dlse.offset(coord.batch, coord.head, row)];
+    delta[i] = partial_dot<E>(params, coord.batch, row, coord.head, lane);
   }
+  int64_t sums_row = coord.head * params.accum_rows +
+                     shape.seqlens_q.grouped_begin(coord.batch, coord.rows.begin, kDqRowGroup);
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
 #pragma unroll
     for (int step = 1; step < kLanesPerRow; step *= 2) {
       delta[i] += __shfl_xor_sync(~0u, delta[i], step);
     }
-    QueryRow at(params, first_row, threadIdx.x / kLanesPerRow + i * kRowStep);
-    if (!at.valid || lane != 0) continue;
-    if (params.dlse.data != nullptr) {
-      delta[i] -= params.dlse.data[params.dlse.offset(at.batch, head, at.seq_row)];
-    }
-    int64_t place = head * params.rows + at.row;
-    params.delta[place] = isinf(delta[i]) ? tile::kNan : delta[i];
-    params.lse_log2[place] = lse_for_exp2(lse[i]);
+    int row = thread_row + i * kRowStep;
+    if (lane != 0 || row > last) continue;
+    float sum = delta[i] - dlse[i];
+    params.delta[sums_row + row] = isinf(sum) ? tile::kNan : sum;
+    params.lse_log2[sums_row + row] = lse_for_exp2(lse[i]);
   }
 }
 
 template <DType kType>
 void run_backward_preprocess(const BackwardParams& params, void* stream) {
-  int64_t grid = (params.rows + kPreprocessRows - 1) / kPreprocessRows * params.shape.heads_q;
+  const ProblemShape& shape = params.shape;
+  int64_t grid =
+      tile::blocks_per_head(shape.seqlens_q, shape.batch, kPreprocessRows) * shape.heads_q;
   launch<backward_preprocess_kernel<kType>>(grid, kPreprocessThreads, 0, stream, params);
 }
 

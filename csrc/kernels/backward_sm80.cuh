@@ -11,6 +11,7 @@
 
 #include "host/launch.cuh"
 #include "kernels/backward_sm80_work.cuh"
+#include "kernels/backward_specials.cuh"
 #include "kernels/kernels.h"
 #include "tile/fragment.cuh"
 #include "tile/mask_apply.cuh"
@@ -21,8 +22,7 @@ namespace flashattn {
 template <DType kType, int kHeadDim, int kHeadDimV, SmemClass kSmem>
 struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
   using Base = BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem>;
-  using Base::any_large_lse, Base::load_keys, Base::load_queries, Base::store_specials,
-      Base::zero_hidden_specials;
+  using Base::any_large_lse, Base::load_keys, Base::load_queries, Base::zero_hidden_specials;
   using Base::kBlockM, Base::kBlockN, Base::kWarps, Base::kThreads, Base::kTile;
   using Base::kGradRows, Base::kGradWarpsD, Base::kDqRows, Base::kDqWarpsD;
   using Base::kPInRegisters, Base::kScoreRows, Base::kSubM, Base::kSubs;
@@ -177,7 +177,7 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
       turn.wait(work.keys.block - first);
     }
     tile::add_dq<kHeadDim, kDqWarpsD>(
-        work.dq_sums(step.head) + int64_t{step.first_row()} * kHeadDim, roles.dq_row,
+        work.dq_sums(step.head, kHeadDim) + int64_t{step.first_row()} * kHeadDim, roles.dq_row,
         work.q_rows.length - step.first_row(), roles.dq_group, dq);
     turn.pass();
   }
@@ -262,7 +262,10 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
       tile::scale(dk, params.shape.softmax_scale);
       store(work, roles, dk, dv);
     }
-    if (special) store_specials(work);
+    if (special) {
+      SpecialThreads all{static_cast<int>(threadIdx.x), kThreads, 0};
+      BackwardSpecials<E, kBlockM, kBlockN, kHeadDim>{work, all}.store();
+    }
   }
 };
 

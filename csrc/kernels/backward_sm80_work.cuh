@@ -4,11 +4,9 @@
 
 #include <type_traits>
 
-#include "common/params.h"
+#include "kernels/backward_work.cuh"
 #include "plan/tile_config.h"
 #include "tile/copy.cuh"
-#include "tile/dq_accum.cuh"
-#include "tile/scheduler.cuh"
 #include "tile/softmax.cuh"
 #include "tile/special.cuh"
 
@@ -102,65 +100,21 @@ struct BackwardSm80Work {
     }
   };
 
-  // What the CTA works on: `blocks` query blocks for each of the group's heads.
-  struct Work {
-    const BackwardParams& params;
+  struct Work : BackwardWork {
     uint32_t smem;
-    tile::TileCoord keys;
-    int first_key;
-    SeqRows q_rows;
-    SequenceMask mask;
-    BlockRange blocks;
 
     __device__ __forceinline__ Work(const BackwardParams& p, uint32_t shared_memory)
-        : params(p),
-          smem(shared_memory),
-          keys(tile::tile_of_cta(p.shape.seqlens_k, p.shape.batch, p.shape.heads_k, kBlockN)),
-          first_key(keys.block * kBlockN),
-          q_rows(tile::uniform(p.shape.seqlens_q.sequence(keys.batch))),
-          mask{p.shape.mask, q_rows.length, keys.rows.length},
-          blocks(mask.query_blocks(first_key, kBlockN, kBlockM)) {}
-
-    __device__ __forceinline__ bool empty() const {
-      return keys.block < 0 || first_key >= keys.rows.length;
-    }
-
-    __device__ __forceinline__ int blocks_per_head() const { return blocks.end - blocks.begin; }
-    __device__ __forceinline__ int steps() const {
-      return blocks_per_head() * params.shape.heads_per_group();
-    }
-    // Query rows of all sequences before this one: where its row statistics start.
-    __device__ __forceinline__ int64_t rows_before() const {
-      const SeqLens& lens = params.shape.seqlens_q;
-      return lens.packed() ? q_rows.begin : keys.batch * lens.rows;
-    }
-    // The same when sequences start groups of rows: where the sums of dq start, and the turns.
-    __device__ __forceinline__ int64_t rows_before(int group) const {
-      return params.shape.seqlens_q.grouped_begin(keys.batch, q_rows.begin, group);
-    }
-    __device__ __forceinline__ float* dq_sums(int head) const {
-      int64_t row = head * params.accum_rows + rows_before(kDqRowGroup);
-      return params.dq_accum + row * kHeadDim;
-    }
+        : BackwardWork(p, kBlockM, kBlockN), smem(shared_memory) {}
   };
 
-  // One query block of one head; the heads of the group follow each other.
-  struct Step {
-    int head;
-    int block;
-    int index = 0;
+  struct Step : BackwardStep {
     bool large_lse = false;  // one of its rows has a large lse
 
-    __device__ __forceinline__ explicit Step(const Work& work)
-        : head(work.keys.head * work.params.shape.heads_per_group()), block(work.blocks.begin) {}
+    __device__ __forceinline__ explicit Step(const Work& work) : BackwardStep(work) {}
 
     __device__ __forceinline__ Step next(const Work& work) const {
       Step step = *this;
-      ++step.index;
-      if (++step.block == work.blocks.end) {
-        step.block = work.blocks.begin;
-        ++step.head;
-      }
+      step.advance(work);
       return step;
     }
     __device__ __forceinline__ int stage() const { return index % kTile.stages; }
@@ -202,7 +156,7 @@ struct BackwardSm80Work {
         const float* stats = i < kBlockM ? params.lse_log2 : params.delta;
         int row = step.first_row() + i % kBlockM;
         bool valid = row < work.q_rows.length;
-        int64_t offset = step.head * params.rows + work.rows_before() + (valid ? row : 0);
+        int64_t offset = work.sums_row(step.head) + (valid ? row : 0);
         ptx::cp_async_4(step.stats(work) + i * 4, stats + offset, valid);
       }
     }
@@ -222,7 +176,7 @@ struct BackwardSm80Work {
 
   // What this thread copied for a step has arrived: sets apart the special values that a mask
   // could hide (tile/special.cuh). A row that sees such a value in q or k has a NaN lse, so that
-  // its probabilities are NaN all the same; what it would miss is left to store_specials.
+  // its probabilities are NaN all the same; what it would miss is left to BackwardSpecials.
   static __device__ __forceinline__ bool zero_hidden_specials(const Work& work, const Step& step) {
     bool special = false;
     if (step.index == 0 && work.blocks.any_partial()) {
@@ -233,85 +187,6 @@ struct BackwardSm80Work {
       special |= tile::zero_specials<E, TileDo, kThreads>(step.dout(work));
     }
     return special;
-  }
-
-  // Keys with a special value in k: their pairs have probability 0, or NaN with their row, and what
-  // was computed from the rest of k is neither.
-  static __device__ __forceinline__ void store_special_keys(const Work& work,
-                                                            const tile::GlobalRows& k, int rows) {
-    const BackwardParams& params = work.params;
-    const ProblemShape& shape = params.shape;
-    int group = shape.heads_per_group(), first_head = work.keys.head * group;
-#pragma unroll 1
-    for (int i = threadIdx.x; params.dk.data && i < rows; i += kThreads) {
-      int key = work.first_key + i;
-      bool special = false, nan = false;
-#pragma unroll 1
-      for (int col = 0; col < shape.headdim; ++col) {
-        special |= tile::is_special(tile::element_at<E>(k, key, col));
-      }
-      if (!special) continue;
-      KeyRange seen = work.mask.visible_rows(key);
-#pragma unroll 1
-      for (int head = first_head; head < first_head + group; ++head)
-#pragma unroll 1
-        for (int row = seen.begin; row < seen.end; ++row) {
-          int64_t at = head * params.rows + work.rows_before() + row;
-          nan |= isnan(params.lse_log2[at]) || isnan(params.delta[at]);
-        }
-      fill_row(params.dk, work, key, shape.headdim, nan ? tile::kNan : 0.f);
-      fill_row(params.dv, work, key, shape.headdim_v, nan ? tile::kNan : 0.f);
-    }
-  }
-
-  static __device__ __forceinline__ void fill_row(const MutableTensor& grad, const Work& work,
-                                                  int key, int headdim, float value) {
-    const tile::TileCoord& keys = work.keys;
-    E* row = static_cast<E*>(grad.data) +
-             grad.stride.offset(keys.batch, keys.rows.begin + key, keys.head);
-#pragma unroll 1
-    for (int col = 0; col < headdim; ++col) row[col] = tile::from_float<E>(value);
-  }
-
-  // dv: the special values of dO in partial blocks. dq: k's, for rows with a score of -inf there.
-  static __device__ __forceinline__ void store_specials(const Work& work) {
-    const BackwardParams& params = work.params;
-    const ProblemShape& shape = params.shape;
-    const tile::TileCoord& keys = work.keys;
-    int rows = min(kBlockN, keys.rows.length - work.first_key);
-    int group = shape.heads_per_group();
-    tile::GlobalRows k(params.k, keys.batch, keys.rows, keys.head, shape.headdim);
-    __syncthreads();
-    store_special_keys(work, k, rows);
-    __syncthreads();
-#pragma unroll 1
-    for (int index = threadIdx.x; params.dv.data && index < rows * shape.headdim_v;
-         index += kThreads) {
-      int key = work.first_key + index / shape.headdim_v, col = index % shape.headdim_v;
-      float sum = 0.f;
-#pragma unroll 1
-      for (int head = keys.head * group; head < (keys.head + 1) * group; ++head) {
-        tile::GlobalRows dout(params.dout, keys.batch, work.q_rows, head, shape.headdim_v);
-        sum += tile::sum_specials<E>(dout, work.mask.visible_rows(key), work.blocks, kBlockM, col);
-      }
-      if (sum == 0.f) continue;
-      E* dv = static_cast<E*>(params.dv.data) +
-              params.dv.stride.offset(keys.batch, keys.rows.begin + key, keys.head) + col;
-      *dv = tile::from_float<E>(tile::to_float(*dv) + sum);
-    }
-#pragma unroll 1
-    for (int index = threadIdx.x; params.dq_accum && index < rows * shape.headdim;
-         index += kThreads) {
-      int key = work.first_key + index / shape.headdim, col = index % shape.headdim;
-      if (!tile::is_special(tile::element_at<E>(k, key, col))) continue;
-      KeyRange seen = work.mask.visible_rows(key);
-#pragma unroll 1
-      for (int head = keys.head * group; head < (keys.head + 1) * group; ++head)
-#pragma unroll 1
-        for (int row = seen.begin; row < seen.end; ++row) {
-          atomicAdd(work.dq_sums(head) + tile::dq_accum_offset(row, col, kHeadDim), tile::kNan);
-        }
-    }
   }
 };
 

@@ -79,7 +79,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   problem.deterministic = deterministic;
   problem.need_dq = need_dq;
   problem.need_dkv = need_dkv;
-  params.rows = problem.rows_q();
   const Plan plan = make_backward_plan(problem, device_of(executor));
   std::optional<Tensor> workspace;
   if (plan.workspace.bytes > 0) workspace = make_workspace(plan, query);

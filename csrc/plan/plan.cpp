@@ -59,7 +59,7 @@ Plan check_grid(Plan plan, const Device& device) {
 }
 
 WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
-  const int64_t row_stats = problem.heads_q * problem.rows_q();
+  const int64_t rows = problem.heads_q * plan.accum_rows;
   WorkspaceLayout workspace;
   int64_t end = 0;
   auto take = [&end](int64_t elements) {  // all of them are 4 bytes each
@@ -67,11 +67,11 @@ WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
     end = round_up(end + 4 * elements, kWorkspaceAlignment);
     return begin;
   };
-  workspace.dq_accum = take(problem.heads_q * plan.accum_rows * plan.accum_headdim);
+  workspace.dq_accum = take(problem.need_dq ? rows * plan.accum_headdim : 0);
   workspace.dq_turn = take(problem.heads_q * plan.dq_turns_per_head * plan.warps);
   workspace.zeroed_bytes = end;
-  workspace.lse_log2 = take(row_stats);
-  workspace.delta = take(row_stats);
+  workspace.lse_log2 = take(rows + plan.block_m);  // a block is read whole, past the last row
+  workspace.delta = take(rows + plan.block_m);
   workspace.bytes = end;
   return workspace;
 }
@@ -130,12 +130,10 @@ Plan make_backward_plan(const Problem& problem, const Device& device) {
     plan.warps = tile.warps;
     plan.stages = tile.stages;
     plan.smem_bytes = sm80_backward_smem_bytes(dims, plan.smem);
-    if (problem.need_dq) {
-      plan.accum_headdim = dims.qk;
-      plan.accum_rows = grouped_rows(problem, kDqRowGroup);
-      if (problem.deterministic) {
-        plan.dq_turns_per_head = grouped_rows(problem, tile.block_m) / tile.block_m;
-      }
+    plan.accum_headdim = dims.qk;
+    plan.accum_rows = grouped_rows(problem, kDqRowGroup);
+    if (problem.deterministic && problem.need_dq) {
+      plan.dq_turns_per_head = grouped_rows(problem, tile.block_m) / tile.block_m;
     }
   }
   plan = check_support(plan, problem, device);

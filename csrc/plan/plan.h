@@ -79,7 +79,7 @@ struct Plan {
   int64_t smem_bytes = 0;             // a CTA
   SmemClass smem = SmemClass::k99KB;  // which tile the backward takes
   int accum_headdim = 0;              // columns of dq_accum
-  int64_t accum_rows = 0;             // and its rows: sequences start groups of kDqRowGroup
+  int64_t accum_rows = 0;             // and rows of it, lse_log2 and delta: grouped_begin()
   int64_t dq_turns_per_head = 0;      // and blocks of block_m, each with its counter
   WorkspaceLayout workspace;
   bool supported = true;

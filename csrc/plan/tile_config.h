@@ -68,6 +68,27 @@ constexpr BackwardTile sm80_backward_tile(int headdim, SmemClass smem) {
   return {32, 32, 4, 1, false};
 }
 
+// sm_90a: two warpgroups of 64 keys each.
+struct Sm90BackwardTile {
+  int block_m;  // queries a step
+  int block_n;  // keys a CTA
+  int stages;   // Q/dO buffers
+};
+constexpr Sm90BackwardTile sm90_backward_tile(int headdim) {
+  return {headdim <= 64 ? 128 : 64, 128, 2};
+}
+constexpr int kSm90BackwardWarps = 16;
+
+// K and V; `stages` times Q, dO and their statistics; two buffers of dS; barriers, and what brings
+// the start to a multiple of 1024.
+constexpr int64_t sm90_backward_smem_bytes(int headdim) {
+  constexpr int64_t kBarriers = 256;
+  Sm90BackwardTile tile = sm90_backward_tile(headdim);
+  int64_t stage = 4 * tile.block_m * headdim + 2 * 4 * tile.block_m;
+  return 4 * tile.block_n * headdim + tile.stages * stage + 2 * 2 * tile.block_m * tile.block_n +
+         kBarriers;
+}
+
 // K and V; `stages` times Q, dO and two fp32 statistics a row; P^T; two buffers of dS^T.
 constexpr int64_t sm80_backward_smem_bytes(HeadDims dims, SmemClass smem) {
   BackwardTile tile = sm80_backward_tile(dims.qk, smem);

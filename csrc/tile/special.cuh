@@ -56,6 +56,24 @@ __device__ __forceinline__ bool zero_specials(uint32_t tile) {
   return true;
 }
 
+// The same for a whole tile, by `threads` threads that copied nothing of it.
+template <class E, class Tile>
+__device__ __forceinline__ bool zero_specials_of_tile(uint32_t tile, int thread, int threads) {
+  bool found = false;
+#pragma unroll 1
+  for (int chunk = thread; chunk < Tile::kBytes / 16; chunk += threads) {
+    uint4 x = ptx::load_shared_v4(tile + 16 * chunk);
+    if (special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) |
+        special_bits<E>(x.w)) {
+      x = make_uint4(without_special<E>(x.x), without_special<E>(x.y), without_special<E>(x.z),
+                     without_special<E>(x.w));
+      ptx::store_shared_v4(tile + 16 * chunk, x);
+      found = true;
+    }
+  }
+  return found;
+}
+
 template <class E>
 __device__ __forceinline__ E element_at(const GlobalRows& rows, int row, int col) {
   return reinterpret_cast<const E*>(rows.data)[row * rows.row_stride + col];

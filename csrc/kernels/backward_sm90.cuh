@@ -1,0 +1,486 @@
+// Backward for sm_90a: FlashAttention-2, algorithm 2, on wgmma and TMA. A CTA takes 128 keys of one
+// KV head and walks over the queries that see them, for every query head of the group. Its four
+// warpgroups:
+//   two compute, 64 keys each: S^T = K Q^T and dP^T = V dO^T in one set of accumulators, whose
+//     results stay in registers as the A operands of  dV += P^T dO  and  dK += dS^T Q;  dS also
+//     goes to shared memory;
+//   one adds  dQ = dS K  to the sums in global memory;
+//   one copies: a warp starts the copies, three take NaN and Inf out of partial blocks.
+//
+// A step of a computing warpgroup:  S(j) done | P | start dP(j), dV(j) | dP done | dS | dV done |
+// dS to shared memory | start dK(j), S(j+1) | dK done.
+#pragma once
+
+#include "host/launch.cuh"
+#include "host/tensor_map.h"
+#include "kernels/backward_specials.cuh"
+#include "kernels/kernels.h"
+#include "ptx/sm90.cuh"
+#include "tile/mask_apply.cuh"
+#include "tile/store.cuh"
+
+namespace flashattn {
+
+struct BackwardSm90Params {
+  CUtensorMap q, k, v, dout;
+  BackwardParams backward;
+};
+
+// Barriers are named after the event that completes a phase. What has landed in a partial block is
+// searched for NaN and Inf before it is full.
+template <class TileQ, class TileK, class TileDs, int kStages>
+struct BackwardSm90Shared {
+  uint8_t k[TileK::kBytes], v[TileK::kBytes];
+  uint8_t q[kStages][TileQ::kBytes], dout[kStages][TileQ::kBytes];
+  uint8_t ds[2][TileDs::kBytes];  // [query][key]
+  float lse_log2[kStages][TileQ::kRows], delta[kStages][TileQ::kRows];
+  uint64_t k_full, k_landed, v_full;
+  uint64_t q_full[kStages], q_landed[kStages], q_empty[kStages];
+  uint64_t dout_full[kStages], dout_landed[kStages], dout_empty[kStages];
+  uint64_t ds_full[2], ds_empty[2];
+  int special;  // a NaN or Inf was taken out
+
+  // By one thread.
+  __device__ __forceinline__ void init(int math_warps, int dq_warps) {
+    auto init = [](uint64_t& barrier, int arrivals) {
+      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+    };
+    init(k_full, 1), init(k_landed, 1), init(v_full, 1);
+    for (int i = 0; i < kStages; ++i) {
+      init(q_full[i], 1), init(q_landed[i], 1), init(q_empty[i], math_warps);
+      init(dout_full[i], 1), init(dout_landed[i], 1), init(dout_empty[i], math_warps);
+    }
+    for (int i = 0; i < 2; ++i) init(ds_full[i], math_warps), init(ds_empty[i], dq_warps);
+    special = 0;
+    ptx::fence_mbarrier_init();
+  }
+};
+
+template <DType kType, int kHeadDim>
+struct BackwardSm90 {
+  static constexpr Sm90BackwardTile kTile = sm90_backward_tile(kHeadDim);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kThreads = 32 * kSm90BackwardWarps;
+  static constexpr int kMathThreads = 256;
+  static constexpr int kScanThreads = 96;
+  // Of a thread: two computing warpgroups, dQ, copies; 512 in all.
+  static constexpr int kMathRegisters = 208, kDqRegisters = 72, kCopyRegisters = 24;
+
+  using E = tile::Element<kType>;
+  using TileK = tile::SmemTile<kBlockN, kHeadDim>;
+  using TileQ = tile::SmemTile<kBlockM, kHeadDim>;
+  using TileDs = tile::SmemTile<kBlockM, kBlockN>;
+  using Shared = BackwardSm90Shared<TileQ, TileK, TileDs, kStages>;
+  static_assert(sizeof(Shared) <= sm90_backward_smem_bytes(kHeadDim), "the planner's figure");
+
+  using Scores = tile::Accumulator<16, kBlockM>;
+  using Packed = tile::PackedAccumulator<16, kBlockM>;
+  using Gradient = tile::Accumulator<16, kHeadDim>;
+
+  enum NamedBarrier { kScanned = 1, kStored = 2 };
+
+  // A step's slot in a ring of kSlots, and the parity of its phase.
+  template <int kSlots>
+  struct Place {
+    int slot;
+    uint32_t parity;
+    __device__ __forceinline__ explicit Place(int index)
+        : slot(index % kSlots), parity(index / kSlots & 1) {}
+  };
+
+  static __device__ __forceinline__ uint32_t address(const void* shared) {
+    return ptx::shared_address(shared);
+  }
+  static __device__ __forceinline__ void wait(const uint64_t& barrier, uint32_t parity) {
+    ptx::mbarrier_wait(address(&barrier), parity);
+  }
+  // One arrival for the warp.
+  static __device__ __forceinline__ void arrive(const uint64_t& barrier) {
+    ptx::mbarrier_arrive_elect(address(&barrier));
+  }
+
+  // One thread: starts all copies.
+  struct Copies {
+    const BackwardSm90Params& params;
+    Shared& shared;
+    BackwardWork work;
+
+    template <class Tile>
+    __device__ __forceinline__ void load(const CUtensorMap& map, const uint8_t* to,
+                                         const uint64_t& full, int row, int head,
+                                         const SeqLens& lens) const {
+      int batch = lens.packed() ? 0 : static_cast<int>(work.keys.batch);
+#pragma unroll 1
+      for (int slab = 0; slab < Tile::kCols / 64; ++slab) {
+        ptx::tma_load_4d(address(to) + slab * Tile::kSlabBytes, &map, address(&full), 64 * slab,
+                         row, head, batch);
+      }
+    }
+
+    __device__ __forceinline__ void load_keys() const {
+      const SeqLens& lens = params.backward.shape.seqlens_k;
+      int row = static_cast<int>(work.keys.rows.begin) + work.first_key;
+      uint64_t& k_full = work.blocks.any_partial() ? shared.k_landed : shared.k_full;
+      ptx::mbarrier_arrive_expect(address(&k_full), TileK::kBytes);
+      load<TileK>(params.k, shared.k, k_full, row, work.keys.head, lens);
+      ptx::mbarrier_arrive_expect(address(&shared.v_full), TileK::kBytes);
+      load<TileK>(params.v, shared.v, shared.v_full, row, work.keys.head, lens);
+    }
+
+    // A block of Q or dO with its row statistics.
+    __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint8_t* to,
+                                              const float* stats_to, const float* stats,
+                                              const uint64_t& full, const BackwardStep& step) const {
+      int row = step.block * kBlockM;
+      ptx::mbarrier_arrive_expect(address(&full), TileQ::kBytes + 4 * kBlockM);
+      load<TileQ>(map, to, full, static_cast<int>(work.q_rows.begin) + row, step.head,
+                  params.backward.shape.seqlens_q);
+      ptx::bulk_load(address(stats_to), stats + work.sums_row(step.head) + row, 4 * kBlockM,
+                     address(&full));
+    }
+
+    __device__ __forceinline__ void run() const {
+      load_keys();
+      BackwardStep step(work);
+#pragma unroll 1
+      for (int left = work.steps(); left > 0; --left, step.advance(work)) {
+        Place<kStages> place(step.index);
+        int slot = place.slot;
+        bool partial = work.blocks.partial(step.block);
+        wait(shared.q_empty[slot], place.parity ^ 1);
+        load_rows(params.q, shared.q[slot], shared.lse_log2[slot], params.backward.lse_log2,
+                  partial ? shared.q_landed[slot] : shared.q_full[slot], step);
+        wait(shared.dout_empty[slot], place.parity ^ 1);
+        load_rows(params.dout, shared.dout[slot], shared.delta[slot], params.backward.delta,
+                  partial ? shared.dout_landed[slot] : shared.dout_full[slot], step);
+      }
+    }
+  };
+
+  // kScanThreads threads: set apart the special values that a mask could hide (tile/special.cuh).
+  struct Scan {
+    Shared& shared;
+    int thread;
+
+    template <class Tile>
+    __device__ __forceinline__ void tile(const uint8_t* tile, const uint64_t& landed,
+                                         uint32_t parity, const uint64_t& full) const {
+      wait(landed, parity);
+      if (tile::zero_specials_of_tile<E, Tile>(address(tile), thread, kScanThreads)) {
+        shared.special = 1;
+      }
+      ptx::fence_async_shared();
+      ptx::named_barrier_sync(kScanned, kScanThreads);
+      if (thread == 0) ptx::mbarrier_arrive(address(&full));
+    }
+
+    __device__ __forceinline__ void run(const BackwardWork& work) const {
+      if (work.blocks.any_partial()) tile<TileK>(shared.k, shared.k_landed, 0, shared.k_full);
+      uint32_t parities = 0;  // of the landed phases, a bit a stage
+      BackwardStep step(work);
+#pragma unroll 1
+      for (int left = work.steps(); left > 0; --left, step.advance(work)) {
+        if (!work.blocks.partial(step.block)) continue;
+        int slot = step.index % kStages;
+        uint32_t parity = parities >> slot & 1;
+        parities ^= 1u << slot;
+        tile<TileQ>(shared.q[slot], shared.q_landed[slot], parity, shared.q_full[slot]);
+        tile<TileQ>(shared.dout[slot], shared.dout_landed[slot], parity, shared.dout_full[slot]);
+      }
+    }
+  };
+
+  // A warpgroup: dQ = dS K, in pieces of 64 queries and 64 columns.
+  struct DqSums {
+    Shared& shared;
+    const BackwardWork& work;
+
+    __device__ __forceinline__ void add_piece(const BackwardStep& step, int row, int slab) const {
+      uint64_t ds = ptx::wgmma_descriptor(address(shared.ds[step.index % 2]) + row * TileDs::kPitch);
+      uint64_t k = ptx::wgmma_descriptor(address(shared.k) + slab * TileK::kSlabBytes);
+      tile::Accumulator<16, 64> dq;
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kBlockN / 16; ++i) {
+        ptx::Wgmma<E, 64>::template ss<true>(
+            dq[0], ptx::wgmma_advance(ds, i / 4 * TileDs::kSlabBytes + i % 4 * 32),
+            ptx::wgmma_advance(k, i * 16 * TileK::kPitch), i > 0);
+      }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::hold(dq[0]);
+      bool last = row + 64 == kBlockM && (slab + 1) * 64 == kHeadDim;
+      if (last) arrive(shared.ds_empty[step.index % 2]);
+      int first_row = step.block * kBlockM;
+      tile::add_dq<kHeadDim, 1>(
+          work.dq_sums(step.head, kHeadDim) + int64_t{first_row} * kHeadDim,
+          row + tile::warp_index() % 4 * 16, work.q_rows.length - first_row, 4 * slab, dq);
+    }
+
+    __device__ __forceinline__ void run() const {
+      bool wanted = work.params.dq_accum != nullptr;
+      BackwardStep step(work);
+      wait(shared.k_full, 0);
+#pragma unroll 1
+      for (int left = work.steps(); left > 0; --left, step.advance(work)) {
+        Place<2> place(step.index);
+        wait(shared.ds_full[place.slot], place.parity);
+        if (!wanted) {
+          arrive(shared.ds_empty[place.slot]);
+          continue;
+        }
+#pragma unroll 1
+        for (int piece = 0; piece < kBlockM / 64 * (kHeadDim / 64); ++piece) {
+          add_piece(step, kHeadDim == 64 ? 64 * piece : 0, kHeadDim == 64 ? 0 : piece);
+        }
+      }
+    }
+  };
+
+  // A warpgroup: 64 keys.
+  struct Math {
+    Shared& shared;
+    const BackwardWork& work;
+    int warpgroup, warp;  // warp: of the CTA's computing warps, 16 keys each
+    uint64_t k, v, q, dout;
+    uint32_t ds_lane;  // a lane's address for stmatrix in the first buffer of dS
+
+    __device__ __forceinline__ Math(Shared& shared_memory, const BackwardWork& a_work)
+        : shared(shared_memory),
+          work(a_work),
+          warpgroup(tile::warp_index() / 4),
+          warp(tile::warp_index()),
+          k(ptx::wgmma_descriptor(address(shared.k) + warpgroup * 64 * TileK::kPitch)),
+          v(ptx::wgmma_descriptor(address(shared.v) + warpgroup * 64 * TileK::kPitch)),
+          q(ptx::wgmma_descriptor(address(shared.q), TileQ::kSlabBytes)),
+          dout(ptx::wgmma_descriptor(address(shared.dout), TileQ::kSlabBytes)) {
+      tile::LaneOffsets<64> lanes(tile::LaneOrder::kChunkThenRows, warp % 4 * 16);
+      ds_lane = address(shared.ds) + warpgroup * TileDs::kSlabBytes + lanes.bytes[0];
+    }
+
+    // Starts  scores = A B^T  with A the warpgroup's keys of K or V, B a block of Q or dO.
+    static __device__ __forceinline__ void start_scores(Scores& scores, uint64_t a, uint64_t b,
+                                                        int slot) {
+      b = ptx::wgmma_advance(b, slot * TileQ::kBytes);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 16; ++i) {
+        int slab = i / 4, within = i % 4 * 32;
+        ptx::Wgmma<E, kBlockM>::ss(scores[0],
+                                   ptx::wgmma_advance(a, slab * TileK::kSlabBytes + within),
+                                   ptx::wgmma_advance(b, slab * TileQ::kSlabBytes + within), i > 0);
+      }
+      ptx::wgmma_commit();
+    }
+
+    // Starts  gradient += A B  with A in registers, B a block of dO or Q.
+    static __device__ __forceinline__ void start_gradient(Gradient& gradient, const Packed& a,
+                                                          uint64_t b, int slot) {
+      b = ptx::wgmma_advance(b, slot * TileQ::kBytes);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kBlockM / 16; ++i) {
+        ptx::Wgmma<E, kHeadDim>::rs(gradient[0], a[i][0],
+                                    ptx::wgmma_advance(b, i * 16 * TileQ::kPitch));
+      }
+      ptx::wgmma_commit();
+    }
+
+    // Zeroes hidden pairs, in partial blocks; after the arithmetic, see BackwardSm80::hide.
+    __device__ __forceinline__ void hide(int block, Scores& x) const {
+      if (!work.blocks.partial(block)) return;
+      tile::apply_mask<true>(x, work.mask, work.first_key + 16 * warp, block * kBlockM, 0.f);
+    }
+
+    __device__ __forceinline__ bool any_large_lse(int slot) const {
+      bool large = false;
+#pragma unroll
+      for (int row = 0; row < kBlockM; row += 32) {
+        large |= tile::LseLog2::large(shared.lse_log2[slot][row + threadIdx.x % 32]);
+      }
+      return __any_sync(~0u, large);
+    }
+
+    template <bool kLarge>
+    __device__ __forceinline__ void exponentials(int slot, Scores& p) const {
+      float scale = work.params.shape.softmax_scale;
+      uint32_t stats = address(shared.lse_log2[slot]) + threadIdx.x % 4 * 8;
+#pragma unroll
+      for (int n = 0; n < kBlockM / 8; ++n) {
+        float2 lse = ptx::load_shared_f2(stats + n * 32);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float of_row = e % 2 ? lse.y : lse.x;
+          p[0][n][e] = kLarge
+                           ? tile::LseLog2::probability(p[0][n][e], scale, of_row)
+                           : ptx::exp2_approx(fmaf(p[0][n][e], scale * tile::kLog2E, -of_row));
+        }
+      }
+    }
+
+    // P^T of S^T, in place.
+    __device__ __forceinline__ void probabilities(int block, int slot, Scores& p) const {
+      if (any_large_lse(slot)) {
+        exponentials<true>(slot, p);
+      } else {
+        exponentials<false>(slot, p);
+      }
+      hide(block, p);
+    }
+
+    // dS^T = P^T (dP^T - delta), in place of dP^T.
+    __device__ __forceinline__ void score_gradients(int block, int slot, const Packed& p,
+                                                    Scores& ds) const {
+      uint32_t stats = address(shared.delta[slot]) + threadIdx.x % 4 * 8;
+#pragma unroll
+      for (int n = 0; n < kBlockM / 8; ++n) {
+        float2 delta = ptx::load_shared_f2(stats + n * 32);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float2 pair = tile::unpack<E>(p[n / 2][0][n % 2 * 2 + half]);
+          ds[0][n][2 * half] = pair.x * (ds[0][n][2 * half] - delta.x);
+          ds[0][n][2 * half + 1] = pair.y * (ds[0][n][2 * half + 1] - delta.y);
+        }
+      }
+      hide(block, ds);
+    }
+
+    __device__ __forceinline__ void store_ds(int index, const Packed& ds) const {
+      Place<2> place(index);
+      wait(shared.ds_empty[place.slot], place.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < kBlockM / 16; ++i) {
+        ptx::stmatrix_x4_trans(
+            ds_lane + place.slot * TileDs::kBytes + i * 16 * TileDs::kPitch, ds[i][0]);
+      }
+      ptx::fence_async_shared();
+      __syncwarp();
+      arrive(shared.ds_full[place.slot]);
+    }
+
+    __device__ __forceinline__ void run(Gradient& dk, Gradient& dv) const {
+      Scores scores;  // of S and dP in turn
+      Packed packed;  // of P and dS in turn
+      int steps = work.steps(), block = work.blocks.begin;
+      wait(shared.k_full, 0);
+      wait(shared.v_full, 0);
+      if (steps > 0) wait(shared.q_full[0], 0);
+      start_scores(scores, k, q, 0);
+#pragma unroll 1
+      for (int index = 0; index < steps; ++index) {
+        ptx::wgmma_wait<0>();
+        ptx::hold(scores[0]);
+        Place<kStages> place(index);
+        int slot = place.slot;
+        probabilities(block, slot, scores);
+        tile::pack_accumulator<E>(packed, scores);
+        wait(shared.dout_full[slot], place.parity);
+        start_scores(scores, v, dout, slot);
+        start_gradient(dv, packed, dout, slot);
+        ptx::wgmma_wait<1>();
+        ptx::hold(scores[0]);
+        score_gradients(block, slot, packed, scores);
+        ptx::hold(scores[0]);
+        ptx::wgmma_wait<0>();  // dV: P's registers may take dS
+        ptx::hold(scores[0]);
+        arrive(shared.dout_empty[slot]);
+        tile::pack_accumulator<E>(packed, scores);
+        store_ds(index, packed);
+        start_gradient(dk, packed, q, slot);
+        Place<kStages> next(index + 1);
+        if (index + 1 < steps) wait(shared.q_full[next.slot], next.parity);
+        start_scores(scores, k, q, next.slot);  // in the last step of a block that is past: unused
+        ptx::wgmma_wait<1>();
+        arrive(shared.q_empty[slot]);
+        if (++block == work.blocks.end) block = work.blocks.begin;
+      }
+      ptx::wgmma_wait<0>();
+      ptx::hold(dk[0]);
+      ptx::hold(dv[0]);
+    }
+  };
+
+  static __device__ __forceinline__ void store(const BackwardWork& work, const MutableTensor& grad,
+                                               int headdim, const Gradient& x) {
+    int row = work.first_key + 16 * tile::warp_index();
+    E* out = static_cast<E*>(grad.data) +
+             grad.stride.offset(work.keys.batch, work.keys.rows.begin + row, work.keys.head);
+    tile::store_accumulator_rows(out, grad.stride.row, work.keys.rows.length - row, headdim, x);
+  }
+
+  static __device__ __forceinline__ void compute(const BackwardParams& params, Shared& shared,
+                                                 const BackwardWork& work) {
+    Gradient dk, dv;
+    tile::clear(dk);
+    tile::clear(dv);
+    Math(shared, work).run(dk, dv);
+    // Made again: nothing of it is kept in registers over the walk.
+    BackwardWork ended(params, kBlockM, kBlockN);
+    if (params.dk.data != nullptr) {
+      tile::scale(dk, params.shape.softmax_scale);
+      store(ended, params.dk, params.shape.headdim, dk);
+      store(ended, params.dv, params.shape.headdim_v, dv);
+    }
+    if (*static_cast<volatile int*>(&shared.special) == 0) return;
+    SpecialThreads team{static_cast<int>(threadIdx.x), kMathThreads, kStored};
+    BackwardSpecials<E, kBlockM, kBlockN, kHeadDim>{ended, team}.store();
+  }
+
+  static __device__ __forceinline__ void run(const BackwardSm90Params& params, Shared& shared) {
+    const BackwardParams& backward = params.backward;
+    BackwardWork work(backward, kBlockM, kBlockN);
+    if (work.empty()) return;
+    if (threadIdx.x == 0) shared.init(kMathThreads / 32, 4);
+    __syncthreads();
+    int warp = tile::warp_index();
+    if (warp < 8) {
+      ptx::increase_registers<kMathRegisters>();
+      compute(backward, shared, work);
+    } else if (warp < 12) {
+      ptx::decrease_registers<kDqRegisters>();
+      DqSums{shared, work}.run();
+    } else {
+      ptx::decrease_registers<kCopyRegisters>();
+      if (warp > 12) {
+        Scan{shared, static_cast<int>(threadIdx.x) - 13 * 32}.run(work);
+      } else if (threadIdx.x % 32 == 0) {
+        Copies{params, shared, work}.run();
+      }
+    }
+  }
+};
+
+template <DType kType, int kHeadDim>
+__global__ void __launch_bounds__(BackwardSm90<kType, kHeadDim>::kThreads, 1)
+    backward_sm90_kernel(const __grid_constant__ BackwardSm90Params params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t smem[];
+  using Kernel = BackwardSm90<kType, kHeadDim>;
+  Kernel::run(params, *reinterpret_cast<typename Kernel::Shared*>(smem));
+#else
+  __trap();  // the planner takes this kernel on devices that run code for sm_90a only
+#endif
+}
+
+template <DType kType, int kHeadDim>
+void run_backward_sm90(const BackwardParams& backward, void* stream) {
+  using Kernel = BackwardSm90<kType, kHeadDim>;
+  const ProblemShape& shape = backward.shape;
+  auto map = [&shape](const ConstTensor& tensor, const SeqLens& lens, int heads, int columns,
+                      int box_rows) {
+    return make_tensor_map(tensor.data, lens.packed() ? 1 : shape.batch, heads, lens.rows, columns,
+                           tensor.stride.batch, tensor.stride.head, tensor.stride.row, box_rows);
+  };
+  BackwardSm90Params params{
+      map(backward.q, shape.seqlens_q, shape.heads_q, shape.headdim, Kernel::kBlockM),
+      map(backward.k, shape.seqlens_k, shape.heads_k, shape.headdim, Kernel::kBlockN),
+      map(backward.v, shape.seqlens_k, shape.heads_k, shape.headdim_v, Kernel::kBlockN),
+      map(backward.dout, shape.seqlens_q, shape.heads_q, shape.headdim_v, Kernel::kBlockM),
+      backward};
+  int64_t grid =
+      tile::blocks_per_head(shape.seqlens_k, shape.batch, Kernel::kBlockN) * shape.heads_k;
+  launch<backward_sm90_kernel<kType, kHeadDim>>(
+      grid, Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), stream, params);
+}
+
+}  // namespace flashattn
