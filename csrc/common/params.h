@@ -68,6 +68,13 @@ struct ForwardParams {
   RowStats lse;       // (batch, heads_q, seqlen_q) or (heads_q, total_q), natural log
 };
 
+// How the CTAs of a forward share its tiles: CTA c takes tiles c, c + ctas, ...
+struct ForwardSchedule {
+  int64_t ctas = 0;
+  uint32_t tiles = 0;
+  int heads_together = 1;  // see ordered_tile() in tile/scheduler.cuh
+};
+
 struct BackwardParams {
   ProblemShape shape;
   ConstTensor q, k, v;       // as in ForwardParams

@@ -24,6 +24,10 @@ void run_backward_cpu(const BackwardParams& params, const ParallelFor& parallel)
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_forward_sm80(const ForwardParams& params, void* stream);
 
+// Needs tensors that TMA reaches (see Problem in plan/plan.h).
+template <DType kType, int kHeadDim, int kHeadDimV>
+void run_forward_sm90(const ForwardParams& params, const ForwardSchedule& schedule, void* stream);
+
 // Fills lse_log2 and delta.
 template <DType kType>
 void run_backward_preprocess(const BackwardParams& params, void* stream);

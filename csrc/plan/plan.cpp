@@ -53,6 +53,37 @@ Plan check_grid(Plan plan, const Device& device) {
   return plan;
 }
 
+void set_forward_tile(Plan& plan) {
+  const HeadDims dims = kHeadDims[plan.head_dims_index];
+  auto set = [&plan](const auto& tile, int warps, int64_t smem_bytes) {
+    plan.block_m = tile.block_m;
+    plan.block_n = tile.block_n;
+    plan.warps = warps;
+    plan.stages = tile.stages;
+    plan.smem_bytes = smem_bytes;
+  };
+  if (plan.kernel == Kernel::kForwardSm90) {
+    const Sm90ForwardTile tile = sm90_forward_tile(dims);
+    set(tile, tile.warps(), sm90_forward_smem_bytes(dims));
+  } else {
+    const ForwardTile tile = sm80_forward_tile(dims.qk);
+    set(tile, tile.warps, sm80_forward_smem_bytes(dims));
+  }
+}
+
+ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
+                                      const Device& device) {
+  const int64_t tiles = plan.grid;
+  const int64_t kv_bytes =
+      problem.seqlen_k * (problem.headdim + problem.headdim_v) * dtype_bytes(problem.dtype);
+  const int64_t heads = problem.batch * problem.heads_q;
+  ForwardSchedule schedule;
+  schedule.tiles = static_cast<uint32_t>(tiles);
+  schedule.ctas = forward_ctas(tiles, device.sm_count);
+  schedule.heads_together = problem.mask.right < 0 ? 1 : heads_sharing_l2(heads, kv_bytes);
+  return schedule;
+}
+
 WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
   const int64_t row_stats = problem.heads_q * problem.rows_q();
   WorkspaceLayout workspace;
@@ -83,6 +114,8 @@ const char* kernel_name(Kernel kernel) {
       return "forward_sm80";
     case Kernel::kBackwardSm80:
       return "backward_sm80";
+    case Kernel::kForwardSm90:
+      return "forward_sm90";
   }
   return "unknown";
 }
@@ -95,24 +128,26 @@ int64_t dq_turns_per_head(const Problem& problem, int block_m) {
 
 Plan make_forward_plan(const Problem& problem, const Device& device) {
   Plan plan;
-  plan.kernel = device.arch == Arch::kCpu ? Kernel::kForwardCpu : Kernel::kForwardSm80;
   plan.head_dims_index = head_dims_index(problem.headdim, problem.headdim_v);
-  if (plan.kernel == Kernel::kForwardCpu) {
+  if (device.arch == Arch::kCpu) {
+    plan.kernel = Kernel::kForwardCpu;
     plan.block_m = kCpuForwardTile.block_m;
     plan.block_n = kCpuForwardTile.block_n;
-  } else if (plan.head_dims_index != kNoHeadDims) {
-    const HeadDims dims = kHeadDims[plan.head_dims_index];
-    const ForwardTile tile = sm80_forward_tile(dims.qk);
-    plan.block_m = tile.block_m;
-    plan.block_n = tile.block_n;
-    plan.warps = tile.warps;
-    plan.stages = tile.stages;
-    plan.smem_bytes = sm80_forward_smem_bytes(dims);
+  } else {
+    // TMA needs 16-byte multiples.
+    const bool sm90 = device.sm90a && problem.aligned16;
+    plan.kernel = sm90 ? Kernel::kForwardSm90 : Kernel::kForwardSm80;
+    if (plan.head_dims_index != kNoHeadDims) set_forward_tile(plan);
   }
   plan = check_support(plan, problem, device);
   if (!plan.supported) return plan;
   plan.grid = count_blocks(problem, problem.seqlen_q, plan.block_m) * problem.heads_q;
-  return check_grid(plan, device);
+  plan = check_grid(plan, device);
+  if (plan.supported && plan.kernel == Kernel::kForwardSm90) {
+    plan.schedule = sm90_forward_schedule(problem, plan, device);
+    plan.grid = plan.schedule.ctas;
+  }
+  return plan;
 }
 
 Plan make_backward_plan(const Problem& problem, const Device& device) {

@@ -81,8 +81,16 @@ std::string kib(int64_t bytes) { return number(static_cast<double>(bytes) / 1024
 std::string why_kernel(const Plan& plan, const Device& device) {
   const std::string name = kernel_name(plan.kernel);
   if (is_cpu(plan)) return name + ": the tensors are on the CPU";
+  if (plan.kernel == Kernel::kForwardSm90) {
+    return name + ": " + device.name + " has wgmma and TMA, and TMA reaches the tensors";
+  }
   if (device.arch == Arch::kSm90) {
-    return name + ": " + device.name + " runs the sm_80 kernel compiled for sm_90a";
+    std::string text = name + ": " + device.name + " runs the sm_80 kernel compiled for sm_90";
+    if (!is_backward(plan)) {
+      text += device.sm90a ? ", as a pointer, a stride or a row is out of TMA's reach"
+                           : ", as this build has no code for sm_90a or FLASHATTN_NO_SM90 is set";
+    }
+    return text;
   }
   return name + ": " + device.name + " has compute capability " +
          std::to_string(device.compute_capability / 10) + "." +
@@ -108,7 +116,10 @@ std::string why_shared_memory(const Plan& plan, const Device& device) {
          " CTA(s) fit an SM's " + kib(device.smem_per_sm);
 }
 
-std::string why_loads(const Problem& problem) {
+std::string why_loads(const Plan& plan, const Problem& problem) {
+  if (plan.kernel == Kernel::kForwardSm90) {
+    return "copies by TMA: pointers, strides and rows are multiples of 16 bytes";
+  }
   return problem.aligned16
              ? "16-byte loads: pointers, strides and rows are multiples of 16 bytes"
              : "element-wise loads: a pointer, a stride or a row is no multiple of 16 bytes";
@@ -143,7 +154,7 @@ PlanReport report(const Plan& plan, const Problem& problem, const Device& device
   report.reasons = {why_kernel(plan, device), why_tile(plan, problem)};
   if (!is_cpu(plan)) {
     report.reasons.push_back(why_shared_memory(plan, device));
-    report.reasons.push_back(why_loads(problem));
+    report.reasons.push_back(why_loads(plan, problem));
   }
   report.reasons.push_back(why_blocks(report));
   if (plan.kernel == Kernel::kBackwardSm80) {
