@@ -68,11 +68,14 @@ struct ForwardParams {
   RowStats lse;       // (batch, heads_q, seqlen_q) or (heads_q, total_q), natural log
 };
 
-// How the CTAs of a forward share its tiles: CTA c takes tiles c, c + ctas, ...
+// How the CTAs of a forward share its tiles: CTA c takes the items c, c + ctas, ... An item is one
+// tile, or, with two parts, a head's longest tile and its shortest, its second longest and its
+// second shortest, and so on: under a causal mask they have equal work.
 struct ForwardSchedule {
   int64_t ctas = 0;
-  uint32_t tiles = 0;
-  int heads_together = 1;  // see ordered_tile() in tile/scheduler.cuh
+  uint32_t items = 0;
+  int parts = 1;
+  int heads_together = 1;  // see ordered_item() in tile/scheduler.cuh
 };
 
 struct BackwardParams {

@@ -1,246 +1,225 @@
 // Forward for sm_90a: wgmma on tiles that TMA brings. A CTA has one warpgroup that loads and two or
 // three that compute, 64 queries each; keys and values pass through rings of shared memory, from
-// the last block that a tile sees to the first. docs/forward_sm90.md draws the pipeline.
+// the last block that a tile sees to the first, and one tile follows the other without a gap.
+// docs/forward_sm90.md draws the pipeline.
 #pragma once
 
 #include <cfloat>
 
-#include "common/params.h"
 #include "host/launch.cuh"
-#include "host/tensor_map.h"
+#include "kernels/forward_sm90_work.cuh"
 #include "kernels/kernels.h"
-#include "plan/tile_config.h"
-#include "ptx/sm90.cuh"
 #include "tile/copy.cuh"
-#include "tile/fragment.cuh"
 #include "tile/mask_apply.cuh"
 #include "tile/reference_softmax.cuh"
 #include "tile/rescore.cuh"
-#include "tile/scheduler.cuh"
 #include "tile/special.cuh"
+#include "tile/store.cuh"
 
 namespace flashattn {
-
-struct ForwardSm90Params {
-  CUtensorMap q, k, v;
-  ForwardParams forward;
-  ForwardSchedule schedule;
-};
-
-// What a CTA works on at a time.
-template <int kBlockM, int kBlockN>
-struct ForwardSm90Work {
-  tile::TileCoord coord;
-  SeqRows k_rows;
-  SequenceMask mask;
-  BlockRange keys;
-  int first_row, head_k;
-
-  __device__ __forceinline__ ForwardSm90Work(const ForwardSm90Params& params, uint32_t index) {
-    const ProblemShape& shape = params.forward.shape;
-    coord = tile::ordered_tile(shape.seqlens_q, shape.batch, shape.heads_q, kBlockM,
-                               params.schedule.heads_together, index);
-    // Under a causal mask the last queries see most keys: they start first.
-    first_row = (coord.blocks - 1 - coord.block) * kBlockM;
-    k_rows = shape.seqlens_k.sequence(coord.batch);
-    k_rows = {__shfl_sync(~0u, k_rows.begin, 0), __shfl_sync(~0u, k_rows.length, 0)};
-    head_k = __shfl_sync(~0u, coord.head / shape.heads_per_group(), 0);
-    mask = {shape.mask, coord.rows.length, k_rows.length};
-    keys = mask.key_blocks(first_row, kBlockM, kBlockN);
-    keys = {__shfl_sync(~0u, keys.begin, 0), __shfl_sync(~0u, keys.end, 0),
-            __shfl_sync(~0u, keys.full_begin, 0), __shfl_sync(~0u, keys.full_end, 0)};
-  }
-
-  // Packed tiles are counted by a bound, and some rows may not be used.
-  __device__ __forceinline__ bool nothing() const {
-    return coord.block < 0 || first_row >= coord.rows.length;
-  }
-};
 
 template <DType kType, int kHeadDim, int kHeadDimV>
 struct ForwardSm90 {
   static constexpr Sm90ForwardTile kTile = sm90_forward_tile({kHeadDim, kHeadDimV});
-  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kWarpgroups = kBlockM / 64;  // that compute
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kRegisters = kWarpgroups == 2 ? 232 : 160;
   static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kScanThreads = 96;
-  static constexpr bool kOwnOut = kTile.own_out;
+  static constexpr int kScanWarps = 3;
 
   using E = tile::Element<kType>;
   using TileQ = tile::SmemTile<kBlockM, round_up_64(kHeadDim)>;
   using TileK = tile::SmemTile<kBlockN, round_up_64(kHeadDim)>;
   using TileV = tile::SmemTile<kBlockN, round_up_64(kHeadDimV)>;
-  using TileO = tile::SmemTile<kBlockM, round_up_64(kHeadDimV)>;
-  using Work = ForwardSm90Work<kBlockM, kBlockN>;
+  using Work = ForwardSm90Work;
+  using Shared = ForwardSm90Shared<TileQ, TileK, TileV, kTile.stages, kTile.query_stages>;
+  static_assert(sizeof(Shared) <= sm90_forward_smem_bytes({kHeadDim, kHeadDimV}));
+
+  using Place = RingPlace<kTile.stages>;  // of K and V
+  using QueryPlace = RingPlace<kTile.query_stages>;
+  using WorkPlace = RingPlace<Shared::kWorks>;
+
   using Scores = tile::Accumulator<16, kBlockN>;
   using Output = tile::Accumulator<16, kHeadDimV>;
   using Packed = tile::PackedAccumulator<16, kBlockN>;
   // Probabilities in bf16 have fp32's range.
   using Softmax = tile::ReferenceSoftmax<kType == DType::kBFloat16>;
 
-  // Barriers are named after the event that completes a phase.
-  struct Shared {
-    uint8_t q[TileQ::kBytes];
-    uint8_t k[kStages][TileK::kBytes];
-    uint8_t v[kStages][TileV::kBytes];
-    uint8_t out[kOwnOut ? TileO::kBytes : 8];  // otherwise in q's place
-    uint64_t q_full, q_empty;
-    uint64_t k_full[kStages], k_empty[kStages];
-    uint64_t v_full[kStages], v_empty[kStages];
-    uint64_t v_landed[kStages];  // of partial blocks, which are scanned before they are full
-    int special;                 // a NaN or Inf that some row may see was taken out of a block of V
-  };
-  static_assert(sizeof(Shared) <= sm90_forward_smem_bytes({kHeadDim, kHeadDimV}));
-  static_assert(kOwnOut || TileO::kBytes <= TileQ::kBytes, "the output is staged in Q's place");
-
-  enum NamedBarrier { kScanned = 1, kOwnQueries = 2 };  // kOwnQueries: one a warpgroup
-
-  // A place in the rings: blocks so far.
-  struct Place {
-    uint32_t count = 0;
-    __device__ __forceinline__ void advance() { ++count; }
-    __device__ __forceinline__ int stage() const { return count % kStages; }
-    __device__ __forceinline__ uint32_t parity() const { return count / kStages & 1; }
-  };
+  enum NamedBarrier { kScanned = 1, kQueriesPrepared = 2 };  // the latter: one a warpgroup
 
   static __device__ __forceinline__ uint32_t address(const void* shared) {
     return ptx::shared_address(shared);
   }
 
-  static __device__ __forceinline__ void init(Shared& shared) {
-    constexpr int kConsumers = 4 * kWarpgroups;  // warps
-    ptx::mbarrier_init(address(&shared.q_full), 1);
-    ptx::mbarrier_init(address(&shared.q_empty), kConsumers);
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(address(&shared.k_full[i]), 1);
-      ptx::mbarrier_init(address(&shared.k_empty[i]), kConsumers);
-      ptx::mbarrier_init(address(&shared.v_full[i]), 1);
-      ptx::mbarrier_init(address(&shared.v_empty[i]), kConsumers);
-      ptx::mbarrier_init(address(&shared.v_landed[i]), 1);
-    }
-    shared.special = 0;
-    ptx::fence_mbarrier_init();
-  }
-
   // One thread starts the copy of a tile: boxes of 64 columns, one below the other.
   template <class Tile>
-  static __device__ __forceinline__ void load(const CUtensorMap& map, uint32_t tile, uint64_t& full,
-                                              int row, int head, int batch) {
+  static __device__ __forceinline__ void load(const CUtensorMap& map, const uint8_t* tile,
+                                              uint64_t& full, int row, int head, int batch) {
     if (threadIdx.x % 32 != 0) return;
     ptx::mbarrier_arrive_expect(address(&full), Tile::kBytes);
 #pragma unroll
     for (int slab = 0; slab < Tile::kCols / 64; ++slab) {
-      ptx::tma_load_4d(tile + slab * Tile::kSlabBytes, &map, address(&full), 64 * slab, row, head,
-                       batch);
+      ptx::tma_load_4d(address(tile) + slab * Tile::kSlabBytes, &map, address(&full), 64 * slab,
+                       row, head, batch);
     }
   }
 
-  // One warp: all copies.
+  // One warp: deals the tiles and starts all copies.
   static __device__ __forceinline__ void produce(const ForwardSm90Params& params, Shared& shared) {
-    const ProblemShape& shape = params.forward.shape;
+    ForwardSm90Cursor<kBlockM, kBlockN> cursor(params);
     Place place;
-    uint32_t q_parity = 0;
-#pragma unroll 1
-    for (uint32_t index = blockIdx.x; index < params.schedule.tiles; index += gridDim.x) {
-      Work work(params, index);
-      if (work.nothing()) continue;
-      // Packed tensors are one batch, in which a sequence starts at a row.
-      int q_batch = shape.seqlens_q.packed() ? 0 : static_cast<int>(work.coord.batch);
-      int k_batch = shape.seqlens_k.packed() ? 0 : static_cast<int>(work.coord.batch);
-      int q_row = static_cast<int>(work.coord.rows.begin) + work.first_row;
-      int k_row = static_cast<int>(work.k_rows.begin);
-      ptx::mbarrier_wait(address(&shared.q_empty), q_parity ^ 1);
-      q_parity ^= 1;
-      load<TileQ>(params.q, address(shared.q), shared.q_full, q_row, work.coord.head, q_batch);
-#pragma unroll 1
-      for (int block = work.keys.end - 1; block >= work.keys.begin; --block, place.advance()) {
-        int stage = place.stage(), row = k_row + block * kBlockN;
-        ptx::mbarrier_wait(address(&shared.k_empty[stage]), place.parity() ^ 1);
-        load<TileK>(params.k, address(shared.k[stage]), shared.k_full[stage], row, work.head_k,
-                    k_batch);
-        ptx::mbarrier_wait(address(&shared.v_empty[stage]), place.parity() ^ 1);
-        uint64_t& full =
-            work.keys.partial(block) ? shared.v_landed[stage] : shared.v_full[stage];
-        load<TileV>(params.v, address(shared.v[stage]), full, row, work.head_k, k_batch);
-      }
+    QueryPlace q_place;
+    WorkPlace work_place;
+    while (true) {
+      work_place.wait_empty(shared.work_empty);
+      Work& work = shared.work[work_place.slot()];
+      cursor.next(work);
+      work_place.release(shared.work_full);
+      if (work.none()) return;
+      load_tile(params, shared, work, place, q_place);
+      work_place.advance();
     }
   }
 
-  // kScanThreads threads: take the NaN and Inf out of partial blocks of V, see tile/special.cuh.
-  static __device__ __forceinline__ void scan(const ForwardSm90Params& params, Shared& shared) {
+  static __device__ __forceinline__ void load_tile(const ForwardSm90Params& params, Shared& shared,
+                                                   const Work& work, Place& place,
+                                                   QueryPlace& q_place) {
+    const ProblemShape& shape = params.forward.shape;
+    // Packed tensors are one batch, in which a sequence starts at a row.
+    int q_batch = shape.seqlens_q.packed() ? 0 : static_cast<int>(work.batch);
+    int k_batch = shape.seqlens_k.packed() ? 0 : static_cast<int>(work.batch);
+    int q_row = static_cast<int>(work.q_rows.begin) + work.first_row;
+    int k_row = static_cast<int>(work.k_rows.begin);
+    BlockRange keys = work.keys;
+#pragma unroll 1
+    for (int block = keys.end - 1; block >= keys.begin; --block, place.advance()) {
+      int slot = place.slot(), row = k_row + block * kBlockN;
+      place.wait_empty(shared.k_empty);
+      load<TileK>(params.k, shared.k[slot], shared.k_full[slot], row, work.head_k, k_batch);
+      if (block == keys.end - 1) {
+        q_place.wait_empty(shared.q_empty);
+        load<TileQ>(params.q, shared.q[q_place.slot()], shared.q_full[q_place.slot()], q_row,
+                    work.head, q_batch);
+        q_place.advance();
+      }
+      place.wait_empty(shared.v_empty);
+      uint64_t& full = keys.partial(block) ? shared.v_landed[slot] : shared.v_full[slot];
+      load<TileV>(params.v, shared.v[slot], full, row, work.head_k, k_batch);
+    }
+  }
+
+  // kScanWarps warps: take the NaN and Inf out of partial blocks of V, see tile/special.cuh.
+  static __device__ __forceinline__ void scan(Shared& shared) {
     Place place;
+    WorkPlace work_place;
     uint32_t landed_parities = 0;  // a bit a stage
-    int thread = threadIdx.x % 128 - (128 - kScanThreads);
+    constexpr int kThreadsHere = 32 * kScanWarps;
+    int thread = threadIdx.x % 128 - (128 - kThreadsHere);
 #pragma unroll 1
-    for (uint32_t index = blockIdx.x; index < params.schedule.tiles; index += gridDim.x) {
-      Work work(params, index);
-      if (work.nothing()) continue;
+    for (;; work_place.advance()) {
+      work_place.wait_full(shared.work_full);
+      const Work& work = shared.work[work_place.slot()];
+      if (work.none()) return;
+      BlockRange keys = work.keys;
+      int seqlen_k = work.k_rows.length;
+      __syncwarp();
+      work_place.release(shared.work_empty);
 #pragma unroll 1
-      for (int block = work.keys.end - 1; block >= work.keys.begin; --block, place.advance()) {
-        if (!work.keys.partial(block)) continue;
-        int stage = place.stage();
-        ptx::mbarrier_wait(address(&shared.v_landed[stage]), landed_parities >> stage & 1);
-        landed_parities ^= 1u << stage;
-        int rows = work.k_rows.length - block * kBlockN;
-        if (tile::zero_specials_below<E, TileV>(address(shared.v[stage]), rows, thread,
-                                                kScanThreads)) {
+      for (int block = keys.end - 1; block >= keys.begin; --block, place.advance()) {
+        if (!keys.partial(block)) continue;
+        int slot = place.slot();
+        ptx::mbarrier_wait(address(&shared.v_landed[slot]), landed_parities >> slot & 1);
+        landed_parities ^= 1u << slot;
+        if (tile::zero_specials_below<E, TileV>(address(shared.v[slot]), seqlen_k - block * kBlockN,
+                                                thread, kThreadsHere)) {
           shared.special = 1;
         }
         ptx::fence_async_shared();
-        ptx::barrier_sync(kScanned, kScanThreads);
-        if (thread == 0) ptx::mbarrier_arrive(address(&shared.v_full[stage]));
+        ptx::barrier_sync(kScanned, kThreadsHere);
+        if (thread == 0) ptx::mbarrier_arrive(address(&shared.v_full[slot]));
       }
     }
   }
 
   // One of the warpgroups that compute.
-  struct Consumer {
-    const ForwardSm90Params& params;
-    Shared& shared;
-    int warpgroup, warp;  // `warp` of the CTA's computing warps
-    float scale_log2;
-    uint64_t q_tile, k_tile, v_tile;  // descriptors
+  class Consumer {
+   public:
+    __device__ __forceinline__ Consumer(const ForwardSm90Params& params, Shared& shared)
+        : params_(params),
+          shared_(shared),
+          warpgroup_(tile::warp_index() / 4 - 1),
+          warp_(tile::warp_index() - 4),
+          q_(ptx::wgmma_descriptor(address(shared.q) + warpgroup_ * 64 * TileQ::kPitch)),
+          k_(ptx::wgmma_descriptor(address(shared.k))),
+          v_(ptx::wgmma_descriptor(address(shared.v), TileV::kSlabBytes)) {}
 
-    __device__ __forceinline__ Consumer(const ForwardSm90Params& p, Shared& s)
-        : params(p), shared(s), warpgroup(tile::warp_index() / 4 - 1), warp(tile::warp_index() - 4) {
+    __device__ __forceinline__ void run() {
+      next_work();
+#pragma unroll 1
+      while (!none_) {
+        if (own_.empty()) {
+          pass_by();
+        } else {
+          attend();
+        }
+      }
+    }
+
+   private:
+    __device__ __forceinline__ const Work& work() const {
+      return shared_.work[work_place_.slot()];
+    }
+    __device__ __forceinline__ float scale_log2() const {
       // A scale of 0 would make hidden scores NaN: the least normal number instead. The sign of a
       // negative one goes to Q.
-      float scale = params.forward.shape.softmax_scale;
-      scale_log2 = (scale == 0.f ? FLT_MIN : fabsf(scale)) * tile::kLog2E;
-      q_tile = ptx::wgmma_descriptor(address(shared.q) + warpgroup * 64 * TileQ::kPitch);
-      k_tile = ptx::wgmma_descriptor(address(shared.k));
-      v_tile = ptx::wgmma_descriptor(address(shared.v), TileV::kSlabBytes);
+      float scale = params_.forward.shape.softmax_scale;
+      return (scale == 0.f ? FLT_MIN : fabsf(scale)) * tile::kLog2E;
     }
 
-    __device__ __forceinline__ static void wait(uint64_t (&barriers)[kStages], Place place) {
-      ptx::mbarrier_wait(address(&barriers[place.stage()]), place.parity());
+    // Waits for the work at work_place_.
+    __device__ __forceinline__ void next_work() {
+      work_place_.wait_full(shared_.work_full);
+      const Work& work = this->work();
+      const BlockRange& own = work.own[warpgroup_];
+      none_ = __shfl_sync(~0u, work.none(), 0);
+      own_ = {__shfl_sync(~0u, own.begin, 0), __shfl_sync(~0u, own.end, 0),
+              __shfl_sync(~0u, own.full_begin, 0), __shfl_sync(~0u, own.full_end, 0)};
+      leading_ = __shfl_sync(~0u, work.keys.end, 0) - own_.end;
+      trailing_ = own_.begin - __shfl_sync(~0u, work.keys.begin, 0);
     }
-    __device__ __forceinline__ static void arrive(uint64_t& barrier) {
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(address(&barrier));
+
+    // Blocks that other warpgroups of the CTA see.
+    __device__ __forceinline__ void skip(int blocks) {
+#pragma unroll 1
+      for (; blocks > 0; --blocks, place_.advance()) {
+        place_.wait_full(shared_.k_full);
+        place_.release(shared_.k_empty);
+        place_.wait_full(shared_.v_full);
+        place_.release(shared_.v_empty);
+      }
     }
 
     // Starts S = Q K^T.
-    __device__ __forceinline__ void start_scores(Scores& scores, Place place) const {
-      wait(shared.k_full, place);
-      uint64_t k = ptx::wgmma_advance(k_tile, place.stage() * TileK::kBytes);
+    __device__ __forceinline__ void start_scores(Scores& scores) const {
+      place_.wait_full(shared_.k_full);
+      uint64_t q = ptx::wgmma_advance(q_, q_place_.slot() * TileQ::kBytes);
+      uint64_t k = ptx::wgmma_advance(k_, place_.slot() * TileK::kBytes);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kHeadDim / 16; ++step) {
         int slab = step / 4, within = step % 4 * 32;
-        ptx::Wgmma<E, kBlockN>::ss(scores[0],
-                                   ptx::wgmma_advance(q_tile, slab * TileQ::kSlabBytes + within),
-                                   ptx::wgmma_advance(k, slab * TileK::kSlabBytes + within),
-                                   step > 0);
+        ptx::Wgmma<E, kBlockN>::ss(
+            scores[0], ptx::wgmma_advance(q, slab * TileQ::kSlabBytes + within),
+            ptx::wgmma_advance(k, slab * TileK::kSlabBytes + within), step > 0);
       }
       ptx::wgmma_commit();
     }
 
     // Starts O += P V.
     __device__ __forceinline__ void start_values(Output& out, const Packed& p, Place place) const {
-      wait(shared.v_full, place);
-      uint64_t v = ptx::wgmma_advance(v_tile, place.stage() * TileV::kBytes);
+      place.wait_full(shared_.v_full);
+      uint64_t v = ptx::wgmma_advance(v_, place.slot() * TileV::kBytes);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kBlockN / 16; ++step) {
@@ -250,11 +229,6 @@ struct ForwardSm90 {
       ptx::wgmma_commit();
     }
 
-    // The rows of this warp in the sequence.
-    __device__ __forceinline__ int warp_row(const Work& work) const {
-      return work.first_row + 16 * warp;
-    }
-
     // What the output has to be scaled by before it takes more.
     struct Step {
       float alpha[2] = {1.f, 1.f};
@@ -262,114 +236,149 @@ struct ForwardSm90 {
     };
 
     // S of a block becomes P, where rows may be masked or may need another reference.
-    __device__ __forceinline__ float2 soften_carefully(const Work& work, int block, bool partial,
-                                                       Softmax& softmax, Scores& scores,
+    __device__ __forceinline__ float2 soften_carefully(int block, Softmax& softmax, Scores& scores,
                                                        Step& step) const {
-      if (partial) {
-        tile::apply_mask<false>(scores, work.mask, warp_row(work), block * kBlockN,
-                                -tile::kInfinity);
+      if (own_.partial(block)) {
+        tile::apply_mask<false>(scores, work().mask, work().first_row + 16 * warp_,
+                                block * kBlockN, -tile::kInfinity);
       }
-      typename Softmax::Exponents exponents = softmax.exponents(scale_log2);
-      if (softmax.watching()) step.moved = softmax.raise(scores, scale_log2, step.alpha, exponents);
+      typename Softmax::Exponents exponents = softmax.exponents(scale_log2());
+      if (softmax.watching()) {
+        step.moved = softmax.raise(scores, scale_log2(), step.alpha, exponents);
+      }
       return Softmax::exponentiate(scores, exponents);
     }
 
     // A row left its room, and its scores are lost: computes them again, and watches from here on.
-    __device__ __forceinline__ float2 redo(const Work& work, int block, bool partial,
-                                           Softmax& softmax, Scores& scores, Step& step) const {
-      const ForwardParams& forward = params.forward;
-      tile::GlobalRows keys(forward.k, work.coord.batch, work.k_rows, work.head_k,
+    __device__ __forceinline__ float2 redo(int block, Softmax& softmax, Scores& scores,
+                                           Step& step) const {
+      const ForwardParams& forward = params_.forward;
+      tile::GlobalRows keys(forward.k, work().batch, work().k_rows, work().head_k,
                             forward.shape.headdim);
-      tile::rescore<E, TileQ, kHeadDim>(scores, address(shared.q), 16 * warp, keys,
-                                        block * kBlockN);
+      tile::rescore<E, TileQ, kHeadDim>(scores, address(shared_.q[q_place_.slot()]), 16 * warp_,
+                                        keys, block * kBlockN);
       softmax.watch |= Softmax::kAlarmed;
-      return soften_carefully(work, block, partial, softmax, scores, step);
+      return soften_carefully(block, softmax, scores, step);
     }
 
-    __device__ __forceinline__ void soften(const Work& work, int block, bool partial,
-                                           Softmax& softmax, Scores& scores, Step& step) const {
+    __device__ __forceinline__ Step soften(int block, Softmax& softmax, Scores& scores) const {
+      Step step;
       float2 fresh;
       bool watching = softmax.watching();
-      if (partial || watching) {
-        fresh = soften_carefully(work, block, partial, softmax, scores, step);
+      if (own_.partial(block) || watching) {
+        fresh = soften_carefully(block, softmax, scores, step);
       } else {
-        fresh = Softmax::exponentiate(scores, softmax.exponents(scale_log2));
+        fresh = Softmax::exponentiate(scores, softmax.exponents(scale_log2()));
       }
       // The branch depends on all probabilities: without it ptxas moves their computation below
       // the wait for P V, and nothing overlaps.
-      if (softmax.left_room(fresh) && !watching) {
-        fresh = redo(work, block, partial, softmax, scores, step);
-      }
+      if (softmax.left_room(fresh) && !watching) fresh = redo(block, softmax, scores, step);
       softmax.add(fresh);
+      return step;
     }
 
-    static __device__ __forceinline__ void rescale(Output& out, const Step& step) {
+    static __device__ __forceinline__ void rescale(Output& out, const float (&factor)[2]) {
 #pragma unroll
       for (int n = 0; n < kHeadDimV / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) out[0][n][e] *= step.alpha[e / 2];
+        for (int e = 0; e < 4; ++e) out[0][n][e] *= factor[e / 2];
     }
 
-    // The pass over the blocks [keys.begin, keys.end), the last one first. `place`: of the last
-    // one. S of a block is computed beside P V of the block before, and its softmax beside the
-    // rest of that.
-    __device__ __forceinline__ void attend(const Work& work, const BlockRange& keys, Place& place,
-                                           Softmax& softmax, Output& out) const {
+    // The pass over the blocks of this tile, the last one first, and of those that follow while
+    // they can be chained. S of a block is computed beside P V of the block before, even when that
+    // one is the last of another tile, and its softmax beside the rest of that.
+    __device__ __forceinline__ void attend() {
       Scores scores;
       Packed p;
-      place.count = __shfl_sync(~0u, place.count, 0);
-      Place before = place;
-      start_scores(scores, place);
+      Output out;
+      Softmax softmax;
+      skip(leading_);
+      int block = own_.end - 1;
+      open_tile(softmax);
+      tile::clear(out);
+      start_scores(scores);
       ptx::wgmma_wait<0>();
       ptx::hold(scores[0]);
-      arrive(shared.k_empty[place.stage()]);
-      place.advance();
-      {
-        Step step;
-        soften(work, keys.end - 1, keys.partial(keys.end - 1), softmax, scores, step);
-      }
+      place_.release(shared_.k_empty);
+      soften(block, softmax, scores);
       tile::pack_accumulator<E>(p, scores);
+      Place before = place_;
+      place_.advance();
+      float inverse[2];
+      // While P waits for its product with V, one slot of V is held: so many others are left.
+      constexpr int kSkippable = kTile.stages - 1;
+      int skipped;
 #pragma unroll 1
-      for (int block = keys.end - 2; block >= keys.begin; --block) {
-        start_scores(scores, place);
+      while (true) {
+        bool opens = block == own_.begin;
+        if (opens) {
+          close_tile(softmax, inverse);
+          skipped = trailing_;
+          if (skipped > kSkippable) break;
+          skip(skipped);
+          next_work();
+          if (none_ || own_.empty() || skipped + leading_ > kSkippable) break;
+          skip(leading_);
+          block = own_.end;
+          open_tile(softmax);
+        }
+        --block;
+        start_scores(scores);
         start_values(out, p, before);
         ptx::wgmma_wait<1>();
         ptx::hold(scores[0]);
-        arrive(shared.k_empty[place.stage()]);
-        Step step;
-        soften(work, block, keys.partial(block), softmax, scores, step);
+        place_.release(shared_.k_empty);
+        Step step = soften(block, softmax, scores);
         ptx::wgmma_wait<0>();
         ptx::hold(out[0]);
-        arrive(shared.v_empty[before.stage()]);
-        if (step.moved) rescale(out, step);
+        before.release(shared_.v_empty);
+        if (opens) {
+          rescale(out, inverse);
+          store(out);
+          tile::clear(out);
+        } else if (step.moved) {
+          rescale(out, step.alpha);
+        }
         tile::pack_accumulator<E>(p, scores);
-        before = place;
-        place.advance();
+        before = place_;
+        place_.advance();
       }
       start_values(out, p, before);
       ptx::wgmma_wait<0>();
       ptx::hold(out[0]);
-      arrive(shared.v_empty[before.stage()]);
+      before.release(shared_.v_empty);
+      rescale(out, inverse);
+      store(out);
+      if (skipped > kSkippable) {
+        skip(skipped);
+        next_work();
+      }
     }
 
-    // Blocks that other warpgroups of the CTA see.
-    __device__ __forceinline__ void skip(int blocks, Place& place) const {
-#pragma unroll 1
-      for (; blocks > 0; --blocks, place.advance()) {
-        wait(shared.k_full, place);
-        arrive(shared.k_empty[place.stage()]);
-        wait(shared.v_full, place);
-        arrive(shared.v_empty[place.stage()]);
-      }
+    // Waits for the queries, and starts anew.
+    __device__ __forceinline__ void open_tile(Softmax& softmax) const {
+      q_place_.wait_full(shared_.q_full);
+      prepare_queries();
+      softmax = Softmax();
+    }
+
+    // After the last block's softmax: what the output will have to be scaled by, and the lse.
+    __device__ __forceinline__ void close_tile(const Softmax& softmax, float (&inverse)[2]) {
+      float lse[2];
+      softmax.finish(inverse, lse);
+      store_lse(lse);
+      q_place_.release(shared_.q_empty);
+      q_place_.advance();
+      work_place_.advance();
     }
 
     // Makes Q what the products need: the sign of a negative scale, and zeros in rows that belong
     // to another sequence or to none, whose scores could make the warp watch.
-    __device__ __forceinline__ void prepare_queries(const Work& work) const {
-      bool negate = params.forward.shape.softmax_scale < 0.f;
-      int rows = work.coord.rows.length - work.first_row - 64 * warpgroup;
+    __device__ __forceinline__ void prepare_queries() const {
+      bool negate = params_.forward.shape.softmax_scale < 0.f;
+      int rows = work().q_rows.length - work().first_row - 64 * warpgroup_;
       if (!negate && rows >= 64) return;
-      uint32_t q = address(shared.q) + warpgroup * 64 * TileQ::kPitch;
+      uint32_t q = address(shared_.q[q_place_.slot()]) + warpgroup_ * 64 * TileQ::kPitch;
       uint32_t sign = negate ? 0x80008000u : 0u;
 #pragma unroll 1
       for (int chunk = threadIdx.x % 128; chunk < 64 * TileQ::kCols / 8; chunk += 128) {
@@ -381,110 +390,106 @@ struct ForwardSm90 {
                                             (x.z ^ sign) & keep, (x.w ^ sign) & keep));
       }
       ptx::fence_async_shared();
-      ptx::barrier_sync(kOwnQueries + warpgroup, 128);
+      ptx::barrier_sync(kQueriesPrepared + warpgroup_, 128);
     }
 
-    __device__ __forceinline__ void store(const Work& work, Output& out,
-                                          const float (&lse)[2]) const {
-      const ForwardParams& forward = params.forward;
-      uint32_t staged = address(kOwnOut ? shared.out : shared.q);
-      int row = 16 * warp, lane = threadIdx.x % 32;
-      int rows = work.coord.rows.length - work.first_row;
-      int64_t first = work.coord.rows.begin + work.first_row;
-      tile::store_accumulator<E, TileO>(staged, row, out);
-      __syncwarp();
-      E* out_rows = static_cast<E*>(forward.out.data) +
-                    forward.out.stride.offset(work.coord.batch, first, work.coord.head);
-      tile::store_rows<TileO, 16, 32>(out_rows, forward.out.stride.row, forward.out.aligned16,
-                                      staged, row, rows, forward.shape.headdim_v, lane);
+    // The rows of this warp in a tile's sequence.
+    __device__ __forceinline__ int warp_row(const Work& work) const {
+      return work.first_row + 16 * warp_;
+    }
+
+    __device__ __forceinline__ E* out_rows(const Work& work) const {
+      const MutableTensor& out = params_.forward.out;
+      return static_cast<E*>(out.data) +
+             out.stride.offset(work.batch, work.q_rows.begin + warp_row(work), work.head);
+    }
+
+    __device__ __forceinline__ void store_lse(const float (&lse)[2]) const {
+      const RowStats& stats = params_.forward.lse;
+      int lane = threadIdx.x % 32, rows = work().q_rows.length - warp_row(work());
+      float* to = stats.data + stats.offset(work().batch, work().head,
+                                            work().q_rows.begin + warp_row(work()));
       if (lane % 4 != 0) return;
-      float* lse_rows =
-          forward.lse.data + forward.lse.offset(work.coord.batch, work.coord.head, first);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int at = row + lane / 4 + 8 * half;
-        if (at < rows) lse_rows[at] = lse[half];
-      }
+      if (lane / 4 < rows) to[lane / 4] = lse[0];
+      if (lane / 4 + 8 < rows) to[lane / 4 + 8] = lse[1];
+    }
+
+    // The output of the tile before the one at work_place_, whose work is released.
+    __device__ __forceinline__ void store(const Output& out) const {
+      WorkPlace ended{work_place_.count - 1};
+      const Work& work = shared_.work[ended.slot()];
+      tile::store_accumulator_rows(out_rows(work), params_.forward.out.stride.row,
+                                   work.q_rows.length - warp_row(work),
+                                   params_.forward.shape.headdim_v, out);
+      if (*static_cast<volatile int*>(&shared_.special) != 0) store_specials(work);
+      __syncwarp();
+      ended.release(shared_.work_empty);
     }
 
     // Adds the NaN and Inf of partial blocks to the outputs of this warp that see them.
     __device__ __forceinline__ void store_specials(const Work& work) const {
-      const ForwardParams& forward = params.forward;
-      tile::GlobalRows v(forward.v, work.coord.batch, work.k_rows, work.head_k,
-                         forward.shape.headdim_v);
-      int rows = min(16, work.coord.rows.length - warp_row(work)), cols = v.cols;
+      const ForwardParams& forward = params_.forward;
+      tile::GlobalRows v(forward.v, work.batch, work.k_rows, work.head_k, forward.shape.headdim_v);
+      int rows = min(16, work.q_rows.length - warp_row(work)), cols = v.cols;
       __syncwarp();
 #pragma unroll 1
       for (int index = threadIdx.x % 32; index < rows * cols; index += 32) {
-        int row = warp_row(work) + index / cols, col = index % cols;
-        float sum =
-            tile::sum_specials<E>(v, work.mask.visible_keys(row), work.keys, kBlockN, col);
+        int row = index / cols, col = index % cols;
+        KeyRange seen = work.mask.visible_keys(warp_row(work) + row);
+        float sum = tile::sum_specials<E>(v, seen, work.keys, kBlockN, col);
         if (sum == 0.f) continue;
-        E* out = static_cast<E*>(forward.out.data) +
-                 forward.out.stride.offset(work.coord.batch, work.coord.rows.begin + row,
-                                           work.coord.head) +
-                 col;
+        E* out = out_rows(work) + row * forward.out.stride.row + col;
         *out = tile::from_float<E>(tile::to_float(*out) + sum);
       }
     }
 
-    __device__ __forceinline__ void release_queries() const {
-      if (!kOwnOut) ptx::fence_async_shared();  // the output was written where Q comes next
-      __syncwarp();
-      arrive(shared.q_empty);
-    }
-
-    __device__ __forceinline__ void consume_tile(const Work& work, Place& place) const {
-      int first_row = work.first_row + 64 * warpgroup;
-      BlockRange keys = work.mask.key_blocks(first_row, 64, kBlockN);
-      keys = {__shfl_sync(~0u, keys.begin, 0), __shfl_sync(~0u, keys.end, 0),
-            __shfl_sync(~0u, keys.full_begin, 0), __shfl_sync(~0u, keys.full_end, 0)};
-      if (keys.empty()) keys.begin = keys.end = work.keys.end;
-      Softmax softmax;
-      Output out;
-      tile::clear(out);
-      skip(work.keys.end - keys.end, place);
-      if (!keys.empty()) {
-        prepare_queries(work);
-        attend(work, keys, place, softmax, out);
+    // A tile whose rows of this warpgroup see nothing, if there are any.
+    __device__ __forceinline__ void pass_by() {
+      skip(leading_);
+      if (!work().keys.empty()) {
+        q_place_.wait_full(shared_.q_full);
+        q_place_.release(shared_.q_empty);
+        q_place_.advance();
       }
-      if (kOwnOut) release_queries();
-      skip(keys.begin - work.keys.begin, place);
-      float lse[2];
-      softmax.finish(out, lse);
-      if (!kOwnOut) ptx::barrier_sync(kOwnQueries + warpgroup, 128);  // Q is not needed any more
-      store(work, out, lse);
-      if (!kOwnOut) release_queries();
-      if (*static_cast<volatile int*>(&shared.special) != 0) store_specials(work);
-    }
-
-    __device__ __forceinline__ void consume() const {
-      Place place;
-      uint32_t q_parity = 0;
+      int rows = min(16, work().q_rows.length - warp_row(work()));
+      int cols = params_.forward.shape.headdim_v;
+      E* out = out_rows(work());
 #pragma unroll 1
-      for (uint32_t index = blockIdx.x; index < params.schedule.tiles; index += gridDim.x) {
-        Work work(params, index);
-        if (work.nothing()) continue;
-        ptx::mbarrier_wait(address(&shared.q_full), q_parity);
-        q_parity ^= 1;
-        consume_tile(work, place);
+      for (int index = threadIdx.x % 32; index < rows * cols; index += 32) {
+        out[index / cols * params_.forward.out.stride.row + index % cols] = tile::from_float<E>(0.f);
       }
+      store_lse({-tile::kInfinity, -tile::kInfinity});
+      __syncwarp();
+      work_place_.release(shared_.work_empty);
+      work_place_.advance();
+      next_work();
     }
+
+    const ForwardSm90Params& params_;
+    Shared& shared_;
+    int warpgroup_, warp_;    // warp_ of the CTA's computing warps
+    uint64_t q_, k_, v_;      // descriptors of the first slots
+    Place place_;             // of the next block
+    QueryPlace q_place_;      // of the tile at work_place_
+    WorkPlace work_place_;
+    bool none_;               // no more tiles
+    BlockRange own_;          // blocks that this warpgroup sees
+    int leading_, trailing_;  // blocks after and before those that the tile has for others
   };
 
   static __device__ __forceinline__ void run(const ForwardSm90Params& params, Shared& shared) {
-    if (threadIdx.x == 0) init(shared);
+    if (threadIdx.x == 0) shared.init(4 * kWarpgroups, kScanWarps);
     __syncthreads();
     if (tile::warp_index() < 4) {
       ptx::decrease_registers<kLoaderRegisters>();
-      if (tile::warp_index() > 0) {
-        scan(params, shared);
-      } else {
+      if (tile::warp_index() == 0) {
         produce(params, shared);
+      } else {
+        scan(shared);
       }
     } else {
       ptx::increase_registers<kRegisters>();
-      Consumer(params, shared).consume();
+      Consumer(params, shared).run();
     }
   }
 };

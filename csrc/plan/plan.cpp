@@ -78,7 +78,7 @@ ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
       problem.seqlen_k * (problem.headdim + problem.headdim_v) * dtype_bytes(problem.dtype);
   const int64_t heads = problem.batch * problem.heads_q;
   ForwardSchedule schedule;
-  schedule.tiles = static_cast<uint32_t>(tiles);
+  schedule.items = static_cast<uint32_t>(tiles);
   schedule.ctas = forward_ctas(tiles, device.sm_count);
   schedule.heads_together = problem.mask.right < 0 ? 1 : heads_sharing_l2(heads, kv_bytes);
   return schedule;

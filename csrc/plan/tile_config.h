@@ -46,34 +46,33 @@ constexpr int64_t sm80_forward_smem_bytes(HeadDims dims) {
 
 // Forward on sm_90a: a warpgroup for each 64 queries and one that loads.
 struct Sm90ForwardTile {
-  int block_m;   // queries a CTA: 128 or 192
-  int block_n;   // keys a step
-  int stages;    // K/V buffers in shared memory
-  bool own_out;  // the output has its own staging room, and Q of the next tile comes early
+  int block_m;       // queries a CTA: 128 or 192
+  int block_n;       // keys a step
+  int stages;        // K/V buffers in shared memory
+  int query_stages;  // Q buffers: with two, the next tile's queries are there in time
 
   constexpr int warps() const { return block_m / 16 + 4; }
 };
 
 constexpr Sm90ForwardTile sm90_forward_tile(HeadDims dims) {
-  if (dims.qk <= 64) return {192, 128, 2, true};
-  if (dims.qk <= 96) return {192, 96, 2, true};
-  if (dims.qk <= 128) return {128, 128, 2, true};
-  if (dims.v <= 128) return {128, 128, 2, false};
-  if (dims.qk <= 192) return {128, 112, 2, false};
-  return {128, 80, 2, false};
+  if (dims.qk <= 64) return {192, 128, 2, 2};
+  if (dims.qk <= 96) return {192, 96, 2, 2};
+  if (dims.qk <= 128) return {128, 128, 2, 2};
+  if (dims.v <= 128) return {128, 96, 2, 2};
+  if (dims.qk <= 192) return {128, 80, 2, 2};
+  return {128, 80, 2, 1};
 }
 
 // Tiles have whole slabs of 64 columns.
 constexpr int round_up_64(int columns) { return (columns + 63) / 64 * 64; }
 
-// Q, `stages` pairs of K and V, the output; and the barriers.
+// Q, and `stages` pairs of K and V; barriers and what the warps tell each other.
 constexpr int64_t sm90_forward_smem_bytes(HeadDims dims) {
-  constexpr int64_t kBarrierBytes = 1024;
+  constexpr int64_t kOtherBytes = 1536;
   Sm90ForwardTile tile = sm90_forward_tile(dims);
   int64_t qk = round_up_64(dims.qk), v = round_up_64(dims.v);
-  return 2 * (tile.block_m * qk + tile.stages * tile.block_n * (qk + v) +
-              (tile.own_out ? tile.block_m * v : 0)) +
-         kBarrierBytes;
+  return 2 * (tile.query_stages * tile.block_m * qk + tile.stages * tile.block_n * (qk + v)) +
+         kOtherBytes;
 }
 
 struct BackwardTile {

@@ -108,19 +108,13 @@ struct ReferenceSoftmax {
     sum[1] += fresh.y;
   }
 
-  // Divides `out` by the row sums and returns the rows' lse (natural log), of use in lane t = 0.
-  template <int OT>
-  __device__ __forceinline__ void finish(float (&out)[1][OT][4], float (&lse)[2]) const {
+  // What the output has to be scaled by in the end, and the rows' lse (natural log).
+  __device__ __forceinline__ void finish(float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float total = quad_sum(sum[half]);
-      float inverse = total == 0.f ? 0.f : 1.f / total;
+      inverse[half] = total == 0.f ? 0.f : 1.f / total;
       lse[half] = row_lse(half, total);
-#pragma unroll
-      for (int n = 0; n < OT; ++n) {
-        out[0][n][2 * half] *= inverse;
-        out[0][n][2 * half + 1] *= inverse;
-      }
     }
   }
 
