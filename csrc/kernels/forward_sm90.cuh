@@ -66,48 +66,80 @@ struct ForwardSm90 {
   }
 
   // One warp: deals the tiles and starts all copies.
-  static __device__ __forceinline__ void produce(const ForwardSm90Params& params, Shared& shared) {
-    ForwardSm90Cursor<kBlockM, kBlockN> cursor(params);
-    Place place;
-    QueryPlace q_place;
-    WorkPlace work_place;
-    while (true) {
-      work_place.wait_empty(shared.work_empty);
-      Work& work = shared.work[work_place.slot()];
-      cursor.next(work);
-      work_place.release(shared.work_full);
-      if (work.none()) return;
-      load_tile(params, shared, work, place, q_place);
-      work_place.advance();
-    }
-  }
+  class Producer {
+   public:
+    __device__ __forceinline__ Producer(const ForwardSm90Params& params, Shared& shared)
+        : params_(params), shared_(shared), cursor_(params) {}
 
-  static __device__ __forceinline__ void load_tile(const ForwardSm90Params& params, Shared& shared,
-                                                   const Work& work, Place& place,
-                                                   QueryPlace& q_place) {
-    const ProblemShape& shape = params.forward.shape;
-    // Packed tensors are one batch, in which a sequence starts at a row.
-    int q_batch = shape.seqlens_q.packed() ? 0 : static_cast<int>(work.batch);
-    int k_batch = shape.seqlens_k.packed() ? 0 : static_cast<int>(work.batch);
-    int q_row = static_cast<int>(work.q_rows.begin) + work.first_row;
-    int k_row = static_cast<int>(work.k_rows.begin);
-    BlockRange keys = work.keys;
+    // The work after a tile's is announced once its first block is under way; the first work after
+    // a tile without blocks.
+    __device__ __forceinline__ void run() {
+      BlockRange keys = {0, 0, 0, 0};
+      int k_row = 0, k_batch = 0, head = 0;
 #pragma unroll 1
-    for (int block = keys.end - 1; block >= keys.begin; --block, place.advance()) {
-      int slot = place.slot(), row = k_row + block * kBlockN;
-      place.wait_empty(shared.k_empty);
-      load<TileK>(params.k, shared.k[slot], shared.k_full[slot], row, work.head_k, k_batch);
-      if (block == keys.end - 1) {
-        q_place.wait_empty(shared.q_empty);
-        load<TileQ>(params.q, shared.q[q_place.slot()], shared.q_full[q_place.slot()], q_row,
-                    work.head, q_batch);
-        q_place.advance();
+      while (true) {
+        int block = keys.end - 1;
+        load_block(keys, block, k_row, head, k_batch);
+        announce();
+#pragma unroll 1
+        while (--block >= keys.begin) load_block(keys, block, k_row, head, k_batch);
+        const Work& work = shared_.work[work_place_.slot()];
+        work_place_.advance();
+        if (work.none()) return;
+        keys = work.keys;
+        k_row = static_cast<int>(work.k_rows.begin);
+        k_batch = batch(params_.forward.shape.seqlens_k, work);
+        head = work.head_k;
       }
-      place.wait_empty(shared.v_empty);
-      uint64_t& full = keys.partial(block) ? shared.v_landed[slot] : shared.v_full[slot];
-      load<TileV>(params.v, shared.v[slot], full, row, work.head_k, k_batch);
     }
-  }
+
+   private:
+    // With two buffers the queries come a tile ahead.
+    static constexpr bool kEarlyQueries = kTile.query_stages > 1;
+
+    // Publishes the next work.
+    __device__ __forceinline__ void announce() {
+      work_place_.wait_empty(shared_.work_empty);
+      cursor_.next(shared_.work[work_place_.slot()]);
+      work_place_.release(shared_.work_full);
+      if (kEarlyQueries) load_queries(work_place_);
+    }
+
+    // Packed tensors are one batch, in which a sequence starts at a row.
+    static __device__ __forceinline__ int batch(const SeqLens& lens, const Work& work) {
+      return lens.packed() ? 0 : static_cast<int>(work.batch);
+    }
+
+    __device__ __forceinline__ void load_queries(WorkPlace at) {
+      const Work& work = shared_.work[at.slot()];
+      if (work.none() || work.keys.empty()) return;
+      q_place_.wait_empty(shared_.q_empty);
+      load<TileQ>(params_.q, shared_.q[q_place_.slot()], shared_.q_full[q_place_.slot()],
+                  static_cast<int>(work.q_rows.begin) + work.first_row, work.head,
+                  batch(params_.forward.shape.seqlens_q, work));
+      q_place_.advance();
+    }
+
+    __device__ __forceinline__ void load_block(const BlockRange& keys, int block, int k_row,
+                                               int head, int k_batch) {
+      if (block < keys.begin) return;
+      int slot = place_.slot(), row = k_row + block * kBlockN;
+      place_.wait_empty(shared_.k_empty);
+      load<TileK>(params_.k, shared_.k[slot], shared_.k_full[slot], row, head, k_batch);
+      if (!kEarlyQueries && block == keys.end - 1) load_queries(WorkPlace{work_place_.count - 1});
+      place_.wait_empty(shared_.v_empty);
+      uint64_t& full = keys.partial(block) ? shared_.v_landed[slot] : shared_.v_full[slot];
+      load<TileV>(params_.v, shared_.v[slot], full, row, head, k_batch);
+      place_.advance();
+    }
+
+    const ForwardSm90Params& params_;
+    Shared& shared_;
+    ForwardSm90Cursor<kBlockM, kBlockN> cursor_;
+    Place place_;
+    QueryPlace q_place_;
+    WorkPlace work_place_;  // of the work to announce next, or announced last
+  };
 
   // kScanWarps warps: take the NaN and Inf out of partial blocks of V, see tile/special.cuh.
   static __device__ __forceinline__ void scan(Shared& shared) {
@@ -157,7 +189,7 @@ struct ForwardSm90 {
     __device__ __forceinline__ void run() {
       next_work();
 #pragma unroll 1
-      while (!none_) {
+      while (leading_ != kNone) {
         if (own_.empty()) {
           pass_by();
         } else {
@@ -182,10 +214,9 @@ struct ForwardSm90 {
       work_place_.wait_full(shared_.work_full);
       const Work& work = this->work();
       const BlockRange& own = work.own[warpgroup_];
-      none_ = __shfl_sync(~0u, work.none(), 0);
       own_ = {__shfl_sync(~0u, own.begin, 0), __shfl_sync(~0u, own.end, 0),
               __shfl_sync(~0u, own.full_begin, 0), __shfl_sync(~0u, own.full_end, 0)};
-      leading_ = __shfl_sync(~0u, work.keys.end, 0) - own_.end;
+      leading_ = __shfl_sync(~0u, work.none() ? kNone : work.keys.end - own.end, 0);
       trailing_ = own_.begin - __shfl_sync(~0u, work.keys.begin, 0);
     }
 
@@ -229,143 +260,156 @@ struct ForwardSm90 {
       ptx::wgmma_commit();
     }
 
-    // What the output has to be scaled by before it takes more.
-    struct Step {
-      float alpha[2] = {1.f, 1.f};
-      bool moved = false;
+    // What the output has to be scaled by once P V of the block before is in it.
+    struct Factor {
+      float rows[2] = {1.f, 1.f};
+      bool used = false;
     };
 
     // S of a block becomes P, where rows may be masked or may need another reference.
     __device__ __forceinline__ float2 soften_carefully(int block, Softmax& softmax, Scores& scores,
-                                                       Step& step) const {
+                                                       Factor& factor) const {
       if (own_.partial(block)) {
         tile::apply_mask<false>(scores, work().mask, work().first_row + 16 * warp_,
                                 block * kBlockN, -tile::kInfinity);
       }
       typename Softmax::Exponents exponents = softmax.exponents(scale_log2());
       if (softmax.watching()) {
-        step.moved = softmax.raise(scores, scale_log2(), step.alpha, exponents);
+        factor.used = softmax.raise(scores, scale_log2(), factor.rows, exponents);
       }
       return Softmax::exponentiate(scores, exponents);
     }
 
     // A row left its room, and its scores are lost: computes them again, and watches from here on.
     __device__ __forceinline__ float2 redo(int block, Softmax& softmax, Scores& scores,
-                                           Step& step) const {
+                                           Factor& factor) const {
       const ForwardParams& forward = params_.forward;
       tile::GlobalRows keys(forward.k, work().batch, work().k_rows, work().head_k,
                             forward.shape.headdim);
       tile::rescore<E, TileQ, kHeadDim>(scores, address(shared_.q[q_place_.slot()]), 16 * warp_,
                                         keys, block * kBlockN);
       softmax.watch |= Softmax::kAlarmed;
-      return soften_carefully(block, softmax, scores, step);
+      return soften_carefully(block, softmax, scores, factor);
     }
 
-    __device__ __forceinline__ Step soften(int block, Softmax& softmax, Scores& scores) const {
-      Step step;
+    __device__ __forceinline__ void soften(int block, Softmax& softmax, Scores& scores,
+                                           Factor& factor) const {
       float2 fresh;
       bool watching = softmax.watching();
       if (own_.partial(block) || watching) {
-        fresh = soften_carefully(block, softmax, scores, step);
+        fresh = soften_carefully(block, softmax, scores, factor);
       } else {
         fresh = Softmax::exponentiate(scores, softmax.exponents(scale_log2()));
       }
       // The branch depends on all probabilities: without it ptxas moves their computation below
       // the wait for P V, and nothing overlaps.
-      if (softmax.left_room(fresh) && !watching) fresh = redo(block, softmax, scores, step);
+      if (softmax.left_room(fresh) && !watching) fresh = redo(block, softmax, scores, factor);
       softmax.add(fresh);
-      return step;
     }
 
-    static __device__ __forceinline__ void rescale(Output& out, const float (&factor)[2]) {
+    static __device__ __forceinline__ void rescale(Output& out, const Factor& factor) {
 #pragma unroll
       for (int n = 0; n < kHeadDimV / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) out[0][n][e] *= factor[e / 2];
+        for (int e = 0; e < 4; ++e) out[0][n][e] *= factor.rows[e / 2];
     }
 
-    // The pass over the blocks of this tile, the last one first, and of those that follow while
-    // they can be chained. S of a block is computed beside P V of the block before, even when that
-    // one is the last of another tile, and its softmax beside the rest of that.
+    // The pass over the blocks of this tile, the last one first, and of the tiles that follow while
+    // they can be chained. S of a block is computed beside P V of the block before, and its softmax
+    // beside the rest of that. Between tiles, S of the next one is computed while the output of
+    // this one is stored.
     __device__ __forceinline__ void attend() {
       Scores scores;
       Packed p;
       Output out;
       Softmax softmax;
+      Factor factor;
+      Place last;
+      tile::clear(out);
       skip(leading_);
       int block = own_.end - 1;
-      open_tile(softmax);
-      tile::clear(out);
+      wait_queries();
       start_scores(scores);
       ptx::wgmma_wait<0>();
       ptx::hold(scores[0]);
-      place_.release(shared_.k_empty);
-      soften(block, softmax, scores);
-      tile::pack_accumulator<E>(p, scores);
-      Place before = place_;
-      place_.advance();
-      float inverse[2];
-      // While P waits for its product with V, one slot of V is held: so many others are left.
-      constexpr int kSkippable = kTile.stages - 1;
-      int skipped;
 #pragma unroll 1
       while (true) {
-        bool opens = block == own_.begin;
-        if (opens) {
-          close_tile(softmax, inverse);
-          skipped = trailing_;
-          if (skipped > kSkippable) break;
-          skip(skipped);
-          next_work();
-          if (none_ || own_.empty() || skipped + leading_ > kSkippable) break;
-          skip(leading_);
-          block = own_.end;
-          open_tile(softmax);
-        }
-        --block;
-        start_scores(scores);
-        start_values(out, p, before);
-        ptx::wgmma_wait<1>();
-        ptx::hold(scores[0]);
         place_.release(shared_.k_empty);
-        Step step = soften(block, softmax, scores);
-        ptx::wgmma_wait<0>();
-        ptx::hold(out[0]);
-        before.release(shared_.v_empty);
-        if (opens) {
-          rescale(out, inverse);
-          store(out);
-          tile::clear(out);
-        } else if (step.moved) {
-          rescale(out, step.alpha);
-        }
+        softmax = Softmax();
+        factor = Factor();
+        soften(block, softmax, scores, factor);
         tile::pack_accumulator<E>(p, scores);
-        before = place_;
+#pragma unroll 1
+        while (block > own_.begin) {
+          Place before = place_;
+          place_.advance();
+          --block;
+          start_scores(scores);
+          start_values(out, p, before);
+          ptx::wgmma_wait<1>();
+          ptx::hold(scores[0]);
+          place_.release(shared_.k_empty);
+          factor = Factor();
+          soften(block, softmax, scores, factor);
+          ptx::wgmma_wait<0>();
+          ptx::hold(out[0]);
+          before.release(shared_.v_empty);
+          if (factor.used) rescale(out, factor);
+          tile::pack_accumulator<E>(p, scores);
+        }
+        last = place_;
         place_.advance();
+        close_tile(softmax, factor);
+        if (!find_chained()) break;
+        block = own_.end - 1;
+        start_values(out, p, last);
+        start_scores(scores);
+        ptx::wgmma_wait<1>();
+        finish_tile(out, factor, last);
+        tile::clear(out);
+        ptx::wgmma_wait<0>();
+        ptx::hold(scores[0]);
       }
-      start_values(out, p, before);
+      start_values(out, p, last);
       ptx::wgmma_wait<0>();
-      ptx::hold(out[0]);
-      before.release(shared_.v_empty);
-      rescale(out, inverse);
-      store(out);
-      if (skipped > kSkippable) {
-        skip(skipped);
+      finish_tile(out, factor, last);
+      if (leading_ == kUnknown) {
+        skip(trailing_);
         next_work();
       }
     }
 
-    // Waits for the queries, and starts anew.
-    __device__ __forceinline__ void open_tile(Softmax& softmax) const {
-      q_place_.wait_full(shared_.q_full);
-      prepare_queries();
-      softmax = Softmax();
+    __device__ __forceinline__ void finish_tile(Output& out, const Factor& factor, Place last) const {
+      ptx::hold(out[0]);
+      last.release(shared_.v_empty);
+      rescale(out, factor);
+      store(out);
     }
 
-    // After the last block's softmax: what the output will have to be scaled by, and the lse.
-    __device__ __forceinline__ void close_tile(const Softmax& softmax, float (&inverse)[2]) {
+    // Finds the next tile, and whether it can follow while P V of this one's last block is under
+    // way. That holds one slot of V: the others must be enough for the blocks that are skipped.
+    __device__ __forceinline__ bool find_chained() {
+      constexpr int kSkippable = kTile.stages - 1;
+      int trailing = trailing_;
+      leading_ = kUnknown;
+      if (trailing > kSkippable) return false;
+      skip(trailing);
+      next_work();
+      if (leading_ == kNone || own_.empty() || trailing + leading_ > kSkippable) return false;
+      skip(leading_);
+      wait_queries();
+      return true;
+    }
+
+    __device__ __forceinline__ void wait_queries() const {
+      q_place_.wait_full(shared_.q_full);
+      prepare_queries();
+    }
+
+    // After the last block's softmax.
+    __device__ __forceinline__ void close_tile(const Softmax& softmax, Factor& factor) {
       float lse[2];
-      softmax.finish(inverse, lse);
+      softmax.finish(factor.rows, lse);
       store_lse(lse);
       q_place_.release(shared_.q_empty);
       q_place_.advance();
@@ -465,6 +509,9 @@ struct ForwardSm90 {
       next_work();
     }
 
+    // In place of leading_: the next work was not asked for; there is none.
+    static constexpr int kUnknown = -1, kNone = -2;
+
     const ForwardSm90Params& params_;
     Shared& shared_;
     int warpgroup_, warp_;    // warp_ of the CTA's computing warps
@@ -472,7 +519,6 @@ struct ForwardSm90 {
     Place place_;             // of the next block
     QueryPlace q_place_;      // of the tile at work_place_
     WorkPlace work_place_;
-    bool none_;               // no more tiles
     BlockRange own_;          // blocks that this warpgroup sees
     int leading_, trailing_;  // blocks after and before those that the tile has for others
   };
@@ -483,7 +529,7 @@ struct ForwardSm90 {
     if (tile::warp_index() < 4) {
       ptx::decrease_registers<kLoaderRegisters>();
       if (tile::warp_index() == 0) {
-        produce(params, shared);
+        Producer(params, shared).run();
       } else {
         scan(shared);
       }

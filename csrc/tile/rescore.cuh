@@ -7,27 +7,26 @@
 
 namespace flashattn::tile {
 
-// Queries lie in rows [row, row + 16) of the tile; keys from first_key on, which 16-byte loads must
-// reach. Both operands take the columns in the same order, 8 in a row for each lane.
+// Queries lie in rows [row, row + 16) of the tile; keys from first_key on, which 8-byte loads must
+// reach. Both operands take the columns in the same order, 4 in a row for each lane of a quad.
 template <class E, class TileQ, int kHeadDim, int NT>
 __device__ __forceinline__ void rescore(float (&scores)[1][NT][4], uint32_t q_tile, int row,
                                         const GlobalRows& keys, int first_key) {
-  int group = threadIdx.x % 32 / 4, first_col = threadIdx.x % 4 * 8;
+  int group = threadIdx.x % 32 / 4, first_col = threadIdx.x % 4 * 4;
   clear(scores);
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     int key = min(first_key + 8 * n + group, keys.rows - 1);  // past the end: masked afterwards
     const uint16_t* from = keys.data + key * keys.row_stride;
 #pragma unroll 1
-    for (int step = 0; step < kHeadDim / 32; ++step) {
-      int col = first_col + 32 * step;
-      uint4 b = make_uint4(0, 0, 0, 0);
-      if (col < keys.cols) b = *reinterpret_cast<const uint4*>(from + col);
-      uint4 low = ptx::load_shared_v4(q_tile + TileQ::chunk_offset(row + group, col));
-      uint4 high = ptx::load_shared_v4(q_tile + TileQ::chunk_offset(row + group + 8, col));
-      uint32_t a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
-      ptx::mma_m16n8k16<E>(scores[0][n], a[0], b.x, b.y);
-      ptx::mma_m16n8k16<E>(scores[0][n], a[1], b.z, b.w);
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      int col = first_col + 16 * step;
+      uint2 b = make_uint2(0, 0);
+      if (col < keys.cols) b = *reinterpret_cast<const uint2*>(from + col);
+      uint32_t q = q_tile + TileQ::element_offset(row + group, col);
+      uint2 low = ptx::load_shared_v2(q), high = ptx::load_shared_v2(q + 8 * TileQ::kPitch);
+      uint32_t a[4] = {low.x, high.x, low.y, high.y};
+      ptx::mma_m16n8k16<E>(scores[0][n], a, b.x, b.y);
     }
   }
 }

@@ -59,7 +59,7 @@ __device__ __forceinline__ bool zero_specials_below(uint32_t tile, int rows, int
                                                     int threads) {
   static_assert(Tile::kSlabCols == 64, "8 chunks of 16 bytes a row");
   bool found = false;
-#pragma unroll 4
+#pragma unroll 2
   for (int chunk = thread; chunk < Tile::kBytes / 16; chunk += threads) {
     uint4 x = ptx::load_shared_v4(tile + 16 * chunk);
     if (special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) |
