@@ -71,6 +71,16 @@ struct ForwardParams {
 // Rows of the fp32 sums of dq come in groups: tile/dq_accum.cuh says why.
 constexpr int kDqRowGroup = 16;
 
+// How the CTAs of a forward share its tiles: CTA c takes the items c, c + ctas, ... An item is one
+// tile, or, with two parts, a head's longest tile and its shortest, its second longest and its
+// second shortest, and so on: under a causal mask they have equal work.
+struct ForwardSchedule {
+  int64_t ctas = 0;
+  uint32_t items = 0;
+  int parts = 1;
+  int heads_together = 1;  // see ordered_item() in tile/scheduler.cuh
+};
+
 struct BackwardParams {
   ProblemShape shape;
   ConstTensor q, k, v;       // as in ForwardParams

@@ -17,6 +17,7 @@ namespace flashattn {
 namespace {
 
 using ForwardLauncher = void (*)(const ForwardParams&, void*);
+using ForwardSm90Launcher = void (*)(const ForwardParams&, const ForwardSchedule&, void*);
 using BackwardLauncher = void (*)(const BackwardParams&, SmemClass, void*);
 
 constexpr size_t kHeadDimsCount = std::size(kHeadDims);
@@ -30,6 +31,12 @@ constexpr std::array<ForwardLauncher, kHeadDimsCount> forward_launchers(
 }
 
 template <DType kType, size_t... kIndex>
+constexpr std::array<ForwardSm90Launcher, kHeadDimsCount> forward_sm90_launchers(
+    std::index_sequence<kIndex...>) {
+  return {&run_forward_sm90<kType, kHeadDims[kIndex].qk, kHeadDims[kIndex].v>...};
+}
+
+template <DType kType, size_t... kIndex>
 constexpr std::array<BackwardLauncher, kHeadDimsCount> backward_launchers(
     std::index_sequence<kIndex...>) {
   return {&run_backward_sm80<kType, kHeadDims[kIndex].qk, kHeadDims[kIndex].v>...};
@@ -38,14 +45,28 @@ constexpr std::array<BackwardLauncher, kHeadDimsCount> backward_launchers(
 template <DType kType>
 void forward_cuda(const Plan& plan, const ForwardParams& params, void* stream) {
   static constexpr auto launchers = forward_launchers<kType>(HeadDimsSequence());
-  launchers[static_cast<size_t>(plan.head_dims_index)](params, stream);
+  static constexpr auto sm90_launchers = forward_sm90_launchers<kType>(HeadDimsSequence());
+  const size_t index = static_cast<size_t>(plan.head_dims_index);
+  if (plan.kernel == Kernel::kForwardSm90) {
+    sm90_launchers[index](params, plan.schedule, stream);
+  } else {
+    launchers[index](params, stream);
+  }
 }
 
 template <DType kType>
 void backward_cuda(const Plan& plan, const BackwardParams& params, void* stream) {
   static constexpr auto launchers = backward_launchers<kType>(HeadDimsSequence());
   run_backward_preprocess<kType>(params, stream);
-  launchers[static_cast<size_t>(plan.head_dims_index)](params, plan.smem, stream);
+  if (plan.kernel == Kernel::kBackwardSm90) {
+    if (plan.accum_headdim == 64) {
+      run_backward_sm90<kType, 64>(params, stream);
+    } else {
+      run_backward_sm90<kType, kSm90BackwardHeadDim>(params, stream);
+    }
+  } else {
+    launchers[static_cast<size_t>(plan.head_dims_index)](params, plan.smem, stream);
+  }
   if (params.dq.data != nullptr) {
     run_backward_postprocess<kType>(params, plan.accum_headdim, stream);
   }
@@ -62,6 +83,7 @@ Device read_device(int index) {
   }
   return {.name = gpu.name,
           .arch = arch_of(gpu.compute_capability, FLASHATTN_CUDA_ARCHS),
+          .sm90a = runs_sm90a(gpu.compute_capability, FLASHATTN_CUDA_ARCHS),
           .compute_capability = gpu.compute_capability,
           .sm_count = gpu.sm_count,
           .smem_per_block = gpu.smem_per_block,

@@ -130,7 +130,8 @@ struct BackwardSm90 {
     // A block of Q or dO with its row statistics.
     __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint8_t* to,
                                               const float* stats_to, const float* stats,
-                                              const uint64_t& full, const BackwardStep& step) const {
+                                              const uint64_t& full,
+                                              const BackwardStep& step) const {
       int row = step.block * kBlockM;
       ptx::mbarrier_arrive_expect(address(&full), TileQ::kBytes + 4 * kBlockM);
       load<TileQ>(map, to, full, static_cast<int>(work.q_rows.begin) + row, step.head,
@@ -166,7 +167,7 @@ struct BackwardSm90 {
     __device__ __forceinline__ void tile(const uint8_t* tile, const uint64_t& landed,
                                          uint32_t parity, const uint64_t& full) const {
       wait(landed, parity);
-      if (tile::zero_specials_of_tile<E, Tile>(address(tile), thread, kScanThreads)) {
+      if (tile::zero_specials_below<E, Tile>(address(tile), Tile::kRows, thread, kScanThreads)) {
         shared.special = 1;
       }
       ptx::fence_async_shared();
@@ -196,7 +197,8 @@ struct BackwardSm90 {
     const BackwardWork& work;
 
     __device__ __forceinline__ void add_piece(const BackwardStep& step, int row, int slab) const {
-      uint64_t ds = ptx::wgmma_descriptor(address(shared.ds[step.index % 2]) + row * TileDs::kPitch);
+      uint64_t ds =
+          ptx::wgmma_descriptor(address(shared.ds[step.index % 2]) + row * TileDs::kPitch);
       uint64_t k = ptx::wgmma_descriptor(address(shared.k) + slab * TileK::kSlabBytes);
       tile::Accumulator<16, 64> dq;
       ptx::wgmma_fence();
@@ -212,9 +214,9 @@ struct BackwardSm90 {
       bool last = row + 64 == kBlockM && (slab + 1) * 64 == kHeadDim;
       if (last) arrive(shared.ds_empty[step.index % 2]);
       int first_row = step.block * kBlockM;
-      tile::add_dq<kHeadDim, 1>(
-          work.dq_sums(step.head, kHeadDim) + int64_t{first_row} * kHeadDim,
-          row + tile::warp_index() % 4 * 16, work.q_rows.length - first_row, 4 * slab, dq);
+      tile::add_dq<kHeadDim, 1>(work.dq_sums(step.head, kHeadDim) + int64_t{first_row} * kHeadDim,
+                                row + tile::warp_index() % 4 * 16, work.q_rows.length - first_row,
+                                4 * slab, dq);
     }
 
     __device__ __forceinline__ void run() const {
@@ -311,9 +313,8 @@ struct BackwardSm90 {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float of_row = e % 2 ? lse.y : lse.x;
-          p[0][n][e] = kLarge
-                           ? tile::LseLog2::probability(p[0][n][e], scale, of_row)
-                           : ptx::exp2_approx(fmaf(p[0][n][e], scale * tile::kLog2E, -of_row));
+          p[0][n][e] = kLarge ? tile::LseLog2::probability(p[0][n][e], scale, of_row)
+                              : ptx::exp2_approx(fmaf(p[0][n][e], scale * tile::kLog2E, -of_row));
         }
       }
     }
@@ -350,8 +351,8 @@ struct BackwardSm90 {
       wait(shared.ds_empty[place.slot], place.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < kBlockM / 16; ++i) {
-        ptx::stmatrix_x4_trans(
-            ds_lane + place.slot * TileDs::kBytes + i * 16 * TileDs::kPitch, ds[i][0]);
+        ptx::stmatrix_x4_trans(ds_lane + place.slot * TileDs::kBytes + i * 16 * TileDs::kPitch,
+                               ds[i][0]);
       }
       ptx::fence_async_shared();
       __syncwarp();

@@ -24,6 +24,10 @@ void run_backward_cpu(const BackwardParams& params, const ParallelFor& parallel)
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_forward_sm80(const ForwardParams& params, void* stream);
 
+// Needs tensors that TMA reaches (see Problem in plan/plan.h).
+template <DType kType, int kHeadDim, int kHeadDimV>
+void run_forward_sm90(const ForwardParams& params, const ForwardSchedule& schedule, void* stream);
+
 // Fills lse_log2 and delta.
 template <DType kType>
 void run_backward_preprocess(const BackwardParams& params, void* stream);
@@ -32,6 +36,10 @@ void run_backward_preprocess(const BackwardParams& params, void* stream);
 // where the device runs code for sm_90.
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_backward_sm80(const BackwardParams& params, SmemClass smem, void* stream);
+
+// The same for head dims up to kHeadDim, on tensors that TMA reaches; in no fixed order.
+template <DType kType, int kHeadDim>
+void run_backward_sm90(const BackwardParams& params, void* stream);
 
 // dq = softmax_scale * dq_accum, in dq's dtype and order.
 template <DType kType>

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <charconv>
+#include <cstdlib>
 #include <thread>
 
 #include "plan/plan.h"
@@ -14,10 +15,10 @@ Arch arch_of(int compute_capability) {
 const Device* device_by_name(std::string_view name) {
   static const Device devices[] = {
       {.name = "cpu", .sm_count = static_cast<int>(std::thread::hardware_concurrency())},
-      {"a100", Arch::kSm80, 80, 108, 163 * 1024, 164 * 1024},
-      {"rtx4090", Arch::kSm80, 89, 128, 99 * 1024, 100 * 1024},
-      {"h100", Arch::kSm90, 90, 132, 227 * 1024, 228 * 1024},
-      {"h200", Arch::kSm90, 90, 132, 227 * 1024, 228 * 1024},
+      {"a100", Arch::kSm80, false, 80, 108, 163 * 1024, 164 * 1024},
+      {"rtx4090", Arch::kSm80, false, 89, 128, 99 * 1024, 100 * 1024},
+      {"h100", Arch::kSm90, true, 90, 132, 227 * 1024, 228 * 1024},
+      {"h200", Arch::kSm90, true, 90, 132, 227 * 1024, 228 * 1024},
   };
   for (const Device& device : devices) {
     if (device.name == name) return &device;
@@ -27,24 +28,33 @@ const Device* device_by_name(std::string_view name) {
 
 namespace {
 
-// The architecture of one target of a build ("90a", "80+PTX") if its code runs on a GPU, else 0.
-int target_that_runs(std::string_view target, int compute_capability) {
+// One target of a build: "90a" is {90, true}.
+struct Target {
+  int arch = 0;  // 0: none
+  bool specific = false;
+};
+
+// The target, if its code runs on a GPU, else none.
+Target target_that_runs(std::string_view target, int compute_capability) {
   int arch = 0;
   auto [suffix, error] = std::from_chars(target.data(), target.data() + target.size(), arch);
-  if (error != std::errc()) return 0;
+  if (error != std::errc()) return {};
   std::string_view kind(suffix, target.data() + target.size() - suffix);
   bool same_major = arch / 10 == compute_capability / 10;
   bool runs = kind == "a" ? arch == compute_capability
                           : (same_major || kind == "+PTX") && arch <= compute_capability;
-  return runs ? arch : 0;
+  return runs ? Target{arch, kind == "a"} : Target{};
 }
 
-// Of the targets that run the newest, which is the one that CUDA takes; 0 when there is none.
-int newest_that_runs(std::string_view archs, int compute_capability) {
-  int newest = 0;
+// Of the targets that run the newest, which is the one that CUDA takes; none when there is none.
+Target newest_that_runs(std::string_view archs, int compute_capability) {
+  Target newest;
   while (!archs.empty()) {
     size_t length = archs.find(';');
-    newest = std::max(newest, target_that_runs(archs.substr(0, length), compute_capability));
+    Target target = target_that_runs(archs.substr(0, length), compute_capability);
+    if (target.arch > newest.arch || (target.arch == newest.arch && target.specific)) {
+      newest = target;
+    }
     archs.remove_prefix(length == std::string_view::npos ? archs.size() : length + 1);
   }
   return newest;
@@ -53,11 +63,18 @@ int newest_that_runs(std::string_view archs, int compute_capability) {
 }  // namespace
 
 bool kernel_image_available(std::string_view archs, int compute_capability) {
-  return newest_that_runs(archs, compute_capability) != 0;
+  return newest_that_runs(archs, compute_capability).arch != 0;
 }
 
 Arch arch_of(int compute_capability, std::string_view archs) {
-  return arch_of(newest_that_runs(archs, compute_capability));
+  return arch_of(newest_that_runs(archs, compute_capability).arch);
+}
+
+bool runs_sm90a(int compute_capability, std::string_view archs) {
+  const char* disabled = std::getenv("FLASHATTN_NO_SM90");
+  if (disabled != nullptr && std::string_view(disabled) == "1") return false;
+  Target target = newest_that_runs(archs, compute_capability);
+  return target.arch == 90 && target.specific;
 }
 
 }  // namespace flashattn

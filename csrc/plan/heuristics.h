@@ -18,4 +18,15 @@ constexpr int cpu_backward_splits(int64_t sequences_and_heads, int64_t key_block
   return limit > 1 ? static_cast<int>(limit) : 1;
 }
 
+// sm_90 forward: CTAs. A CTA for each tile: the hardware deals them as SMs become free.
+constexpr int64_t forward_ctas(int64_t tiles, int /*sm_count*/) { return tiles; }
+
+// sm_90 forward under a causal mask: how many heads take turns in the order of tiles. The longest
+// tiles of all heads would go first, but K and V of the heads under way have to stay in L2.
+constexpr int heads_sharing_l2(int64_t heads, int64_t kv_bytes_per_head) {
+  constexpr int64_t kBudget = int64_t{32} << 20;  // of 50 MB on an H100 or H200
+  const int64_t fit = kv_bytes_per_head > 0 ? kBudget / kv_bytes_per_head : heads;
+  return static_cast<int>(fit < 1 ? 1 : fit < heads ? fit : heads);
+}
+
 }  // namespace flashattn

@@ -58,6 +58,64 @@ Plan check_grid(Plan plan, const Device& device) {
   return plan;
 }
 
+void set_forward_tile(Plan& plan) {
+  const HeadDims dims = kHeadDims[plan.head_dims_index];
+  auto set = [&plan](const auto& tile, int warps, int64_t smem_bytes) {
+    plan.block_m = tile.block_m;
+    plan.block_n = tile.block_n;
+    plan.warps = warps;
+    plan.stages = tile.stages;
+    plan.smem_bytes = smem_bytes;
+  };
+  if (plan.kernel == Kernel::kForwardSm90) {
+    const Sm90ForwardTile tile = sm90_forward_tile(dims);
+    set(tile, tile.warps(), sm90_forward_smem_bytes(dims));
+  } else {
+    const ForwardTile tile = sm80_forward_tile(dims.qk);
+    set(tile, tile.warps, sm80_forward_smem_bytes(dims));
+  }
+}
+
+ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
+                                      const Device& device) {
+  const int64_t tiles = plan.grid;
+  const int64_t kv_bytes =
+      problem.seqlen_k * (problem.headdim + problem.headdim_v) * dtype_bytes(problem.dtype);
+  const int64_t heads = problem.batch * problem.heads_q;
+  ForwardSchedule schedule;
+  schedule.items = static_cast<uint32_t>(tiles);
+  schedule.ctas = forward_ctas(tiles, device.sm_count);
+  schedule.heads_together = problem.mask.right < 0 ? 1 : heads_sharing_l2(heads, kv_bytes);
+  return schedule;
+}
+
+void set_backward_tile(Plan& plan, const Problem& problem, const Device& device) {
+  if (plan.kernel == Kernel::kBackwardSm90) {
+    const int headdim = sm90_backward_headdim(problem.headdim, problem.headdim_v);
+    const Sm90BackwardTile tile = sm90_backward_tile(headdim);
+    plan.head_dims_index = head_dims_index(headdim, headdim);
+    plan.block_m = tile.block_m;
+    plan.block_n = tile.block_n;
+    plan.warps = kSm90BackwardWarps;
+    plan.stages = tile.stages;
+    plan.smem_bytes = sm90_backward_smem_bytes(headdim);
+  } else {
+    plan.smem = device.arch == Arch::kSm90 ? SmemClass::k227KB : SmemClass::k99KB;
+    const HeadDims dims = kHeadDims[plan.head_dims_index];
+    const BackwardTile tile = sm80_backward_tile(dims.qk, plan.smem);
+    plan.block_m = tile.block_m;
+    plan.block_n = tile.block_n;
+    plan.warps = tile.warps;
+    plan.stages = tile.stages;
+    plan.smem_bytes = sm80_backward_smem_bytes(dims, plan.smem);
+  }
+  plan.accum_headdim = kHeadDims[plan.head_dims_index].qk;
+  plan.accum_rows = grouped_rows(problem, kDqRowGroup);
+  if (problem.deterministic && problem.need_dq) {
+    plan.dq_turns_per_head = grouped_rows(problem, plan.block_m) / plan.block_m;
+  }
+}
+
 WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
   const int64_t rows = problem.heads_q * plan.accum_rows;
   WorkspaceLayout workspace;
@@ -88,53 +146,58 @@ const char* kernel_name(Kernel kernel) {
       return "forward_sm80";
     case Kernel::kBackwardSm80:
       return "backward_sm80";
+    case Kernel::kForwardSm90:
+      return "forward_sm90";
+    case Kernel::kBackwardSm90:
+      return "backward_sm90";
   }
   return "unknown";
 }
 
+const char* why_not_backward_sm90(const Problem& problem) {
+  if (!problem.aligned16) return "a pointer, a stride or a row is out of TMA's reach";
+  if (problem.deterministic && problem.need_dq) return "dq is summed in a fixed order";
+  if (problem.headdim > kSm90BackwardHeadDim || problem.headdim_v > kSm90BackwardHeadDim) {
+    return "the sm_90a kernel has head dims up to 128";
+  }
+  return nullptr;
+}
+
 Plan make_forward_plan(const Problem& problem, const Device& device) {
   Plan plan;
-  plan.kernel = device.arch == Arch::kCpu ? Kernel::kForwardCpu : Kernel::kForwardSm80;
   plan.head_dims_index = head_dims_index(problem.headdim, problem.headdim_v);
-  if (plan.kernel == Kernel::kForwardCpu) {
+  if (device.arch == Arch::kCpu) {
+    plan.kernel = Kernel::kForwardCpu;
     plan.block_m = kCpuForwardTile.block_m;
     plan.block_n = kCpuForwardTile.block_n;
-  } else if (plan.head_dims_index != kNoHeadDims) {
-    const HeadDims dims = kHeadDims[plan.head_dims_index];
-    const ForwardTile tile = sm80_forward_tile(dims.qk);
-    plan.block_m = tile.block_m;
-    plan.block_n = tile.block_n;
-    plan.warps = tile.warps;
-    plan.stages = tile.stages;
-    plan.smem_bytes = sm80_forward_smem_bytes(dims);
+  } else {
+    // TMA needs 16-byte multiples.
+    const bool sm90 = device.sm90a && problem.aligned16;
+    plan.kernel = sm90 ? Kernel::kForwardSm90 : Kernel::kForwardSm80;
+    if (plan.head_dims_index != kNoHeadDims) set_forward_tile(plan);
   }
   plan = check_support(plan, problem, device);
   if (!plan.supported) return plan;
   plan.grid = count_blocks(problem, problem.seqlen_q, plan.block_m) * problem.heads_q;
-  return check_grid(plan, device);
+  plan = check_grid(plan, device);
+  if (plan.supported && plan.kernel == Kernel::kForwardSm90) {
+    plan.schedule = sm90_forward_schedule(problem, plan, device);
+    plan.grid = plan.schedule.ctas;
+  }
+  return plan;
 }
 
 Plan make_backward_plan(const Problem& problem, const Device& device) {
   Plan plan;
-  plan.kernel = device.arch == Arch::kCpu ? Kernel::kBackwardCpu : Kernel::kBackwardSm80;
   plan.head_dims_index = head_dims_index(problem.headdim, problem.headdim_v);
-  if (plan.kernel == Kernel::kBackwardCpu) {
+  if (device.arch == Arch::kCpu) {
+    plan.kernel = Kernel::kBackwardCpu;
     plan.block_m = kCpuBackwardTile.block_m;
     plan.block_n = kCpuBackwardTile.block_n;
-  } else if (plan.head_dims_index != kNoHeadDims) {
-    const HeadDims dims = kHeadDims[plan.head_dims_index];
-    plan.smem = device.arch == Arch::kSm90 ? SmemClass::k227KB : SmemClass::k99KB;
-    const BackwardTile tile = sm80_backward_tile(dims.qk, plan.smem);
-    plan.block_m = tile.block_m;
-    plan.block_n = tile.block_n;
-    plan.warps = tile.warps;
-    plan.stages = tile.stages;
-    plan.smem_bytes = sm80_backward_smem_bytes(dims, plan.smem);
-    plan.accum_headdim = dims.qk;
-    plan.accum_rows = grouped_rows(problem, kDqRowGroup);
-    if (problem.deterministic && problem.need_dq) {
-      plan.dq_turns_per_head = grouped_rows(problem, tile.block_m) / tile.block_m;
-    }
+  } else {
+    const bool sm90 = device.sm90a && why_not_backward_sm90(problem) == nullptr;
+    plan.kernel = sm90 ? Kernel::kBackwardSm90 : Kernel::kBackwardSm80;
+    if (plan.head_dims_index != kNoHeadDims) set_backward_tile(plan, problem, device);
   }
   plan = check_support(plan, problem, device);
   if (!plan.supported) return plan;

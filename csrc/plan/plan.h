@@ -17,6 +17,7 @@ enum class Arch : int32_t { kCpu = 0, kSm80 = 80, kSm90 = 90 };
 struct Device {
   std::string name = "cpu";
   Arch arch = Arch::kCpu;      // whose code it runs: the build has a say in it
+  bool sm90a = false;          // runs code for sm_90a: wgmma and TMA
   int compute_capability = 0;  // 80, 86, 89, 90, 100, ...
   int sm_count = 0;            // CPU: threads
   int64_t smem_per_block = 0;  // bytes a CTA may ask for
@@ -33,6 +34,10 @@ Arch arch_of(int compute_capability);
 // sm_90 on newer GPUs where "90+PTX" is its newest. kCpu: none.
 Arch arch_of(int compute_capability, std::string_view archs);
 
+// Whether the code that a build for `archs` runs there is that for sm_90a. The environment variable
+// FLASHATTN_NO_SM90=1 says no, to compare kernels.
+bool runs_sm90a(int compute_capability, std::string_view archs);
+
 // Whether a binary built for `archs` ("80+PTX;90a", the form of FLASHATTN_CUDA_ARCHS) runs on a
 // GPU: machine code runs on its own major version from its minor on ("a": on that very one alone),
 // PTX is compiled by the driver for anything newer.
@@ -48,7 +53,7 @@ struct Problem {
   int64_t heads_q = 1, heads_k = 1;
   int headdim = 0, headdim_v = 0;
   MaskSpec mask;
-  bool aligned16 = true;  // 16-byte loads possible for q, k, v
+  bool aligned16 = true;  // 16-byte loads possible for q, k, v; TMA then reaches them too
   // Backward only.
   bool deterministic = false;
   bool need_dq = true;
@@ -57,7 +62,14 @@ struct Problem {
   int64_t rows_q() const { return packed ? seqlen_q : batch * seqlen_q; }
 };
 
-enum class Kernel : int32_t { kForwardCpu, kBackwardCpu, kForwardSm80, kBackwardSm80 };
+enum class Kernel : int32_t {
+  kForwardCpu,
+  kBackwardCpu,
+  kForwardSm80,
+  kBackwardSm80,
+  kForwardSm90,
+  kBackwardSm90
+};
 const char* kernel_name(Kernel kernel);
 
 // Byte offsets into the one workspace buffer of the CUDA backward. What must start at zero comes
@@ -81,10 +93,14 @@ struct Plan {
   int accum_headdim = 0;              // columns of dq_accum
   int64_t accum_rows = 0;             // and rows of it, lse_log2 and delta: grouped_begin()
   int64_t dq_turns_per_head = 0;      // and blocks of block_m, each with its counter
+  ForwardSchedule schedule;           // kForwardSm90
   WorkspaceLayout workspace;
   bool supported = true;
   const char* unsupported_reason = nullptr;
 };
+
+// Why the backward for sm_90a does not take a problem; null: it does.
+const char* why_not_backward_sm90(const Problem& problem);
 
 // Both are cheap (no allocation): every launch calls them.
 Plan make_forward_plan(const Problem& problem, const Device& device);

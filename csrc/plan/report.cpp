@@ -8,7 +8,8 @@ namespace flashattn {
 namespace {
 
 bool is_backward(const Plan& plan) {
-  return plan.kernel == Kernel::kBackwardCpu || plan.kernel == Kernel::kBackwardSm80;
+  return plan.kernel == Kernel::kBackwardCpu || plan.kernel == Kernel::kBackwardSm80 ||
+         plan.kernel == Kernel::kBackwardSm90;
 }
 
 bool is_cpu(const Plan& plan) {
@@ -78,11 +79,25 @@ std::string dims(int qk, int v) { return std::to_string(qk) + "/" + std::to_stri
 
 std::string kib(int64_t bytes) { return number(static_cast<double>(bytes) / 1024) + " KiB"; }
 
-std::string why_kernel(const Plan& plan, const Device& device) {
+bool is_sm90(const Plan& plan) {
+  return plan.kernel == Kernel::kForwardSm90 || plan.kernel == Kernel::kBackwardSm90;
+}
+
+std::string why_not_sm90(const Plan& plan, const Problem& problem, const Device& device) {
+  if (!device.sm90a) return "this build has no code for sm_90a or FLASHATTN_NO_SM90 is set";
+  return is_backward(plan) ? why_not_backward_sm90(problem)
+                           : "a pointer, a stride or a row is out of TMA's reach";
+}
+
+std::string why_kernel(const Plan& plan, const Problem& problem, const Device& device) {
   const std::string name = kernel_name(plan.kernel);
   if (is_cpu(plan)) return name + ": the tensors are on the CPU";
+  if (is_sm90(plan)) {
+    return name + ": " + device.name + " has wgmma and TMA, and TMA reaches the tensors";
+  }
   if (device.arch == Arch::kSm90) {
-    return name + ": " + device.name + " runs the sm_80 kernel compiled for sm_90a";
+    return name + ": " + device.name + " runs the sm_80 kernel compiled for sm_90, as " +
+           why_not_sm90(plan, problem, device);
   }
   return name + ": " + device.name + " has compute capability " +
          std::to_string(device.compute_capability / 10) + "." +
@@ -108,7 +123,10 @@ std::string why_shared_memory(const Plan& plan, const Device& device) {
          " CTA(s) fit an SM's " + kib(device.smem_per_sm);
 }
 
-std::string why_loads(const Problem& problem) {
+std::string why_loads(const Plan& plan, const Problem& problem) {
+  if (is_sm90(plan)) {
+    return "copies by TMA: pointers, strides and rows are multiples of 16 bytes";
+  }
   return problem.aligned16
              ? "16-byte loads: pointers, strides and rows are multiples of 16 bytes"
              : "element-wise loads: a pointer, a stride or a row is no multiple of 16 bytes";
@@ -140,13 +158,13 @@ PlanReport report(const Plan& plan, const Problem& problem, const Device& device
   report.flops = count_flops(plan, problem);
   report.bytes = count_bytes(plan, problem);
   count_blocks(report, plan, problem);
-  report.reasons = {why_kernel(plan, device), why_tile(plan, problem)};
+  report.reasons = {why_kernel(plan, problem, device), why_tile(plan, problem)};
   if (!is_cpu(plan)) {
     report.reasons.push_back(why_shared_memory(plan, device));
-    report.reasons.push_back(why_loads(problem));
+    report.reasons.push_back(why_loads(plan, problem));
   }
   report.reasons.push_back(why_blocks(report));
-  if (plan.kernel == Kernel::kBackwardSm80) {
+  if (is_backward(plan) && !is_cpu(plan)) {
     report.reasons.push_back(why_workspace(plan, problem));
   }
   return report;

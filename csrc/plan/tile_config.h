@@ -44,6 +44,37 @@ constexpr int64_t sm80_forward_smem_bytes(HeadDims dims) {
               int64_t{tile.stages} * tile.block_n * (dims.qk + dims.v));
 }
 
+// Forward on sm_90a: a warpgroup for each 64 queries and one that loads.
+struct Sm90ForwardTile {
+  int block_m;       // queries a CTA: 128 or 192
+  int block_n;       // keys a step
+  int stages;        // K/V buffers in shared memory
+  int query_stages;  // Q buffers: with two, the next tile's queries are there in time
+
+  constexpr int warps() const { return block_m / 16 + 4; }
+};
+
+constexpr Sm90ForwardTile sm90_forward_tile(HeadDims dims) {
+  if (dims.qk <= 64) return {192, 128, 2, 2};
+  if (dims.qk <= 96) return {192, 96, 2, 2};
+  if (dims.qk <= 128) return {128, 128, 2, 2};
+  if (dims.v <= 128) return {128, 96, 2, 2};
+  if (dims.qk <= 192) return {128, 80, 2, 2};
+  return {128, 80, 2, 1};
+}
+
+// Tiles have whole slabs of 64 columns.
+constexpr int round_up_64(int columns) { return (columns + 63) / 64 * 64; }
+
+// Q, and `stages` pairs of K and V; barriers and what the warps tell each other.
+constexpr int64_t sm90_forward_smem_bytes(HeadDims dims) {
+  constexpr int64_t kOtherBytes = 1536;
+  Sm90ForwardTile tile = sm90_forward_tile(dims);
+  int64_t qk = round_up_64(dims.qk), v = round_up_64(dims.v);
+  return 2 * (tile.query_stages * tile.block_m * qk + tile.stages * tile.block_n * (qk + v)) +
+         kOtherBytes;
+}
+
 struct BackwardTile {
   int block_m;  // queries a step
   int block_n;  // keys a CTA
@@ -78,6 +109,12 @@ constexpr Sm90BackwardTile sm90_backward_tile(int headdim) {
   return {headdim <= 64 ? 128 : 64, 128, 2};
 }
 constexpr int kSm90BackwardWarps = 16;
+
+// It is compiled for these: 64, and the largest.
+constexpr int kSm90BackwardHeadDim = 128;
+constexpr int sm90_backward_headdim(int headdim, int headdim_v) {
+  return headdim <= 64 && headdim_v <= 64 ? 64 : kSm90BackwardHeadDim;
+}
 
 // K and V; `stages` times Q, dO and their statistics; two buffers of dS; barriers, and what brings
 // the start to a multiple of 1024.

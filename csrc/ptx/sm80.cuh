@@ -76,6 +76,14 @@ __device__ __forceinline__ float2 load_shared_f2(uint32_t shared) {
                : "memory");
   return value;
 }
+__device__ __forceinline__ uint2 load_shared_v2(uint32_t shared) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(shared)
+               : "memory");
+  return value;
+}
 __device__ __forceinline__ uint4 load_shared_v4(uint32_t shared) {
   uint4 value;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

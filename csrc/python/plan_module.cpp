@@ -142,7 +142,8 @@ Device make_device(const std::string& name, int compute_capability, int sm_count
                    int64_t smem_per_block, int64_t smem_per_sm,
                    const std::optional<std::string>& archs) {
   const Arch arch = archs ? arch_of(compute_capability, *archs) : arch_of(compute_capability);
-  return {name, arch, compute_capability, sm_count, smem_per_block, smem_per_sm};
+  const bool sm90a = runs_sm90a(compute_capability, archs ? *archs : "80+PTX;90a");
+  return {name, arch, sm90a, compute_capability, sm_count, smem_per_block, smem_per_sm};
 }
 
 void bind_device(py::module_& module) {
@@ -152,6 +153,7 @@ void bind_device(py::module_& module) {
            py::arg("archs") = py::none())
       .def_readonly("name", &Device::name)
       .def_property_readonly("arch", [](const Device& d) { return arch_name(d.arch); })
+      .def_readonly("sm90a", &Device::sm90a)
       .def_readonly("compute_capability", &Device::compute_capability)
       .def_readonly("sm_count", &Device::sm_count)
       .def_readonly("smem_per_block", &Device::smem_per_block)
@@ -204,6 +206,12 @@ py::dict forward_tile(int headdim) {
                   py::arg("warps") = tile.warps, py::arg("stages") = tile.stages);
 }
 
+py::dict sm90_forward_tile_of(int headdim, int headdim_v) {
+  const Sm90ForwardTile tile = sm90_forward_tile({headdim, headdim_v});
+  return py::dict(py::arg("block_m") = tile.block_m, py::arg("block_n") = tile.block_n,
+                  py::arg("warps") = tile.warps(), py::arg("stages") = tile.stages);
+}
+
 py::dict backward_tile(int headdim, bool sm90) {
   const BackwardTile tile =
       sm80_backward_tile(headdim, sm90 ? SmemClass::k227KB : SmemClass::k99KB);
@@ -218,6 +226,7 @@ void bind_tiles(py::module_& module) {
   module.def("head_dims_index", &head_dims_index, py::arg("headdim"), py::arg("headdim_v"),
              "Which of HEAD_DIMS a problem runs in; -1: none");
   module.def("sm80_forward_tile", &forward_tile, py::arg("headdim"));
+  module.def("sm90_forward_tile", &sm90_forward_tile_of, py::arg("headdim"), py::arg("headdim_v"));
   module.def("sm80_backward_tile", &backward_tile, py::arg("headdim"), py::arg("sm90"));
 }
 

@@ -21,13 +21,15 @@ __device__ __forceinline__ void apply_mask(float (&acc)[MT][NT][4], const Sequen
       int row = first_row + 16 * m + lane / 4 + 8 * half;
       KeyRange seen = kKeysAreRows ? mask.visible_rows(row) : mask.visible_keys(row);
       if (kKeysAreRows && row >= mask.seqlen_k) seen = {0, 0};
-      int col = first_col + lane % 4 * 2;
+      // Relative to the lane's first column, elements are at constants: no column takes a register.
+      int first = first_col + lane % 4 * 2;
+      int begin = seen.begin - first, end = seen.end - first;
 #pragma unroll
       for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          int j = col + 8 * n + e;
-          if (j < seen.begin || j >= seen.end) acc[m][n][2 * half + e] = hidden;
+          int col = 8 * n + e;
+          if (col < begin || col >= end) acc[m][n][2 * half + e] = hidden;
         }
     }
 }

@@ -61,6 +61,31 @@ FLASHATTN_HOST_DEVICE int64_t blocks_per_head(const SeqLens& lens, int64_t batch
                        : batch * ((lens.rows + block_rows - 1) / block_rows);
 }
 
+// Items in the order in which they start: `heads_together` heads of all (batch, head) take turns,
+// item by item, so that K and V of few heads at a time are in L2. With 1, a head's items follow
+// each other; those of packed sequences always do so. An item is `parts` blocks of block_rows rows:
+// `block` of the result counts items.
+__device__ inline TileCoord ordered_item(const SeqLens& lens, int64_t batch, int heads,
+                                         int block_rows, int parts, int heads_together,
+                                         uint32_t index) {
+  int item_rows = block_rows * parts;
+  if (lens.packed()) {
+    uint32_t per_head = static_cast<uint32_t>(blocks_per_head(lens, batch, item_rows));
+    TileCoord item = find_packed_block(lens, batch, item_rows, index % per_head);
+    item.head = static_cast<int>(index / per_head);
+    return item;
+  }
+  uint32_t blocks = static_cast<uint32_t>((lens.rows + block_rows - 1) / block_rows);
+  uint32_t items = (blocks + parts - 1) / parts;
+  uint32_t group = index / (items * heads_together), within = index % (items * heads_together);
+  uint32_t first_head = group * heads_together;
+  uint32_t here = min(static_cast<uint32_t>(heads_together),
+                      static_cast<uint32_t>(batch) * heads - first_head);
+  uint32_t batch_head = first_head + within % here, b = batch_head / heads;
+  return {b, static_cast<int>(batch_head % heads), static_cast<int>(within / here),
+          static_cast<int>(blocks), lens.sequence(b)};
+}
+
 // CTAs of one head follow each other, so that they share its other operand in L2.
 __device__ inline TileCoord tile_of_cta(const SeqLens& lens, int64_t batch, int heads,
                                         int block_rows) {

@@ -56,19 +56,21 @@ __device__ __forceinline__ bool zero_specials(uint32_t tile) {
   return true;
 }
 
-// The same for a whole tile, by `threads` threads that copied nothing of it.
+// Zeroes the special values of a whole tile whose slabs are 64 columns wide; returns whether this
+// thread, one of `threads`, found one in the first `rows` rows.
 template <class E, class Tile>
-__device__ __forceinline__ bool zero_specials_of_tile(uint32_t tile, int thread, int threads) {
+__device__ __forceinline__ bool zero_specials_below(uint32_t tile, int rows, int thread,
+                                                    int threads) {
+  static_assert(Tile::kSlabCols == 64, "8 chunks of 16 bytes a row");
   bool found = false;
-#pragma unroll 1
+#pragma unroll 2
   for (int chunk = thread; chunk < Tile::kBytes / 16; chunk += threads) {
     uint4 x = ptx::load_shared_v4(tile + 16 * chunk);
-    if (special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) |
-        special_bits<E>(x.w)) {
+    if (special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) | special_bits<E>(x.w)) {
       x = make_uint4(without_special<E>(x.x), without_special<E>(x.y), without_special<E>(x.z),
                      without_special<E>(x.w));
       ptx::store_shared_v4(tile + 16 * chunk, x);
-      found = true;
+      found |= chunk / 8 % Tile::kRows < rows;
     }
   }
   return found;

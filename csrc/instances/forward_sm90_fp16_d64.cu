@@ -1,0 +1,8 @@
+#include "kernels/forward_sm90.cuh"
+
+namespace flashattn {
+
+template void run_forward_sm90<DType::kFloat16, 64, 64>(const ForwardParams&,
+                                                             const ForwardSchedule&, void*);
+
+}  // namespace flashattn

@@ -1,0 +1,149 @@
+// Softmax relative to a reference that moves rarely. Softmax needs a reference, not the maximum:
+// one from which probabilities neither overflow nor lose what counts. A row's reference is the
+// maximum of the first keys it sees; it moves when a score exceeds it by more than kRoom octaves.
+//
+// kFrozen (bf16, which has fp32's exponents): nobody looks for maxima. Probabilities are kept kBias
+// octaves down, and a row that leaves its room shows in its sum; the kernel then computes the
+// block's scores again and raises the reference, and the warp watches every block from there on.
+// Otherwise (fp16) the warp always watches.
+//
+// What a row adds depends on its own scores alone: watching changes no bit of a row that stays in
+// its room.
+#pragma once
+
+#include "tile/softmax.cuh"
+
+namespace flashattn::tile {
+
+template <bool kFrozen>
+struct ReferenceSoftmax {
+  static constexpr float kBias = kFrozen ? 20.f : 0.f;
+  static constexpr float kRoom = kFrozen ? 40.f : 8.f;
+  // Scores (log2) from which on the rounding of the reference would leave the room.
+  static constexpr float kHuge = 67108864.f;
+
+  enum Watch {
+    kUnsettled = 1,  // a row has no reference yet, or a huge one
+    kAlarmed = 2,    // a row left its room before
+  };
+
+  // How scores become exponents: score * factor - minus, for the rows g and g + 8.
+  struct Exponents {
+    float factor;
+    float minus[2];
+  };
+
+  float peak[2];           // the references: scores * log2(e); -inf: no key yet
+  float sum[2];            // this lane's part of the rows' sums
+  int watch = kUnsettled;  // why the warp looks for maxima; the same in all lanes
+
+  __device__ __forceinline__ ReferenceSoftmax() {
+    peak[0] = peak[1] = -kInfinity;
+    sum[0] = sum[1] = 0.f;
+  }
+
+  // Whether the warp looks for maxima.
+  __device__ __forceinline__ bool watching() const { return !kFrozen || watch != 0; }
+
+  __device__ __forceinline__ Exponents exponents(float scale_log2) const {
+    return {scale_log2, {peak[0] + kBias, peak[1] + kBias}};
+  }
+
+  // Raises the references of rows that leave their room. `alpha`: what to scale earlier results by;
+  // returns whether any is not 1. May turn scores into exponents, as the returned `form` says.
+  template <int NT>
+  __device__ __forceinline__ bool raise(float (&scores)[1][NT][4], float scale_log2,
+                                        float (&alpha)[2], Exponents& form) {
+    bool moved = false, lacking = false, huge = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float highest = scores[0][0][2 * half];
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        highest = fmaxf(highest, fmaxf(scores[0][n][2 * half], scores[0][n][2 * half + 1]));
+      }
+      highest = quad_max(highest) * scale_log2;
+      bool above = highest - peak[half] > kRoom;
+      alpha[half] = ptx::exp2_approx(above ? peak[half] - highest : 0.f);
+      peak[half] = above ? highest : peak[half];
+      sum[half] *= alpha[half];
+      moved |= above;
+      lacking |= peak[half] == -kInfinity;
+      huge |= fabsf(peak[half]) > kHuge;
+    }
+    huge = __any_sync(~0u, huge);
+    form = {scale_log2, {guarded(0) + kBias, guarded(1) + kBias}};
+    if (huge) {
+      subtract_rounded(scores, scale_log2);
+      form = {1.f, {0.f, 0.f}};
+    }
+    watch = (watch & kAlarmed) | (__any_sync(~0u, huge || lacking) ? kUnsettled : 0);
+    return __any_sync(~0u, moved);
+  }
+
+  // Scores become probabilities; returns this lane's part of their sums.
+  template <int NT>
+  static __device__ __forceinline__ float2 exponentiate(float (&scores)[1][NT][4],
+                                                        const Exponents& form) {
+    float totals[4];
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float p = ptx::exp2_approx(fmaf(scores[0][n][e], form.factor, -form.minus[e / 2]));
+        scores[0][n][e] = p;
+        totals[e] = n == 0 ? p : totals[e] + p;
+      }
+    return {totals[0] + totals[1], totals[2] + totals[3]};
+  }
+
+  // Whether one of the warp's rows may have left its room, a NaN included.
+  __device__ __forceinline__ bool left_room(float2 fresh) const {
+    constexpr float kLimit = 1048576.f;  // 2^(kRoom - kBias)
+    return __any_sync(~0u, !((sum[0] + fresh.x) + (sum[1] + fresh.y) <= kLimit));
+  }
+
+  __device__ __forceinline__ void add(float2 fresh) {
+    sum[0] += fresh.x;
+    sum[1] += fresh.y;
+  }
+
+  // What the output has to be scaled by in the end, and the rows' lse (natural log).
+  __device__ __forceinline__ void finish(float (&inverse)[2], float (&lse)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float total = quad_sum(sum[half]);
+      inverse[half] = total == 0.f ? 0.f : 1.f / total;
+      lse[half] = row_lse(half, total);
+    }
+  }
+
+ private:
+  // -inf - -inf is NaN: a row without a visible key is taken relative to 0.
+  __device__ __forceinline__ float guarded(int half) const {
+    return peak[half] == -kInfinity ? 0.f : peak[half];
+  }
+
+  // Products are rounded before a huge reference goes off, or the two would not cancel.
+  template <int NT>
+  __device__ __forceinline__ void subtract_rounded(float (&scores)[1][NT][4],
+                                                   float scale_log2) const {
+    float base[2] = {guarded(0), guarded(1)};
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[0][n][e] = __fmul_rn(scores[0][n][e], scale_log2) - base[e / 2] - kBias;
+      }
+  }
+
+  // A score of +inf makes the row's outputs NaN, but not its lse.
+  __device__ __forceinline__ float row_lse(int half, float total) const {
+    constexpr float kLn2 = 0.69314718055994531f;
+    if (peak[half] == kInfinity) return kInfinity;
+    if (total == 0.f) return -kInfinity;
+    return (guarded(half) + (kBias + log2f(total))) * kLn2;
+  }
+};
+
+}  // namespace flashattn::tile
