@@ -82,12 +82,12 @@ std::string why_kernel(const Plan& plan, const Device& device) {
   const std::string name = kernel_name(plan.kernel);
   if (is_cpu(plan)) return name + ": the tensors are on the CPU";
   if (plan.kernel == Kernel::kForwardSm90) {
-    return name + ": " + device.name + " has wgmma and TMA, and TMA reaches the tensors";
+    return name + ": " + device.name + " has wgmma and TMA, and head dims are multiples of 8";
   }
   if (device.arch == Arch::kSm90) {
     std::string text = name + ": " + device.name + " runs the sm_80 kernel compiled for sm_90";
     if (!is_backward(plan)) {
-      text += device.sm90a ? ", as a pointer, a stride or a row is out of TMA's reach"
+      text += device.sm90a ? ", as a head dim is no multiple of 8"
                            : ", as this build has no code for sm_90a or FLASHATTN_NO_SM90 is set";
     }
     return text;
@@ -118,7 +118,9 @@ std::string why_shared_memory(const Plan& plan, const Device& device) {
 
 std::string why_loads(const Plan& plan, const Problem& problem) {
   if (plan.kernel == Kernel::kForwardSm90) {
-    return "copies by TMA: pointers, strides and rows are multiples of 16 bytes";
+    return problem.aligned16 ? "copies by TMA: pointers and strides are multiples of 16 bytes"
+                             : "element-wise copies of some tensor: its pointer or a stride is no "
+                               "multiple of 16 bytes, which TMA needs";
   }
   return problem.aligned16
              ? "16-byte loads: pointers, strides and rows are multiples of 16 bytes"
