@@ -138,6 +138,16 @@ def _shape_values(values, q, k, v):
     elif values == "large":
         q *= 5
         k *= 3
+    elif values in ("rising", "falling"):
+        # Scores from -10^4 to 10^4 (a little noise beside), or down again.
+        ramp = torch.linspace(-1, 1, k.shape[-3])[:, None] * (3000 if values == "rising" else -3000)
+        k[..., 0], q[..., 0] = ramp.expand_as(k[..., 0]), 3.5 * q.shape[-1] ** 0.5
+    elif values == "spikes":
+        # Single keys above all others, each of another height.
+        q[..., 0] = q.shape[-1] ** 0.5
+        heights = torch.tensor([60.0, 150.0, 400.0, 1000.0, 3000.0, 9000.0])
+        keys = (97 * torch.arange(len(heights)) + 31) % k.shape[-3]
+        k[..., keys, :, 0] = heights[:, None].expand_as(k[..., keys, :, 0])
     elif values == "equal":
         k[:] = k[(0,) * (k.dim() - 2)].clone()
         q *= 10

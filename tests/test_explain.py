@@ -20,12 +20,13 @@ def tensors(dtype=torch.bfloat16, device="meta", headdim=128):
 def test_named_device(name):
     plan = flashattn.explain(*tensors(), causal=True, device=name)
     assert plan.forward.supported
-    assert plan.forward.kernel == "forward_sm80"
+    kernel = "forward_sm90" if name in ("h200", "h100") else "forward_sm80"
+    assert plan.forward.kernel == kernel
     assert plan.forward.smem_bytes > 0
     assert plan.forward.grid > 0
     assert plan.backward.workspace_bytes > 0
     text = str(plan)
-    for word in (name, "forward_sm80", "causal", "tile", "grid", "FLOPs", "workspace", "why"):
+    for word in (name, kernel, "causal", "tile", "grid", "FLOPs", "workspace", "why"):
         assert word in text, word
     assert max(map(len, text.splitlines())) <= 160
 
@@ -66,7 +67,10 @@ def test_alignment_and_copies_are_told():
     q, k, v = tensors(headdim=65)
     assert "element-wise" in str(flashattn.explain(q, k, v, device="h200"))
     q, k, v = tensors()
-    assert "16-byte" in str(flashattn.explain(q, k, v, device="h200"))
+    assert "16-byte" in str(flashattn.explain(q, k, v, device="a100"))
+    assert "TMA" in str(flashattn.explain(q, k, v, device="h200"))
+    unaligned = torch.empty(2, 1024, 8, 131, dtype=q.dtype, device="meta")[..., :128]
+    assert "element-wise" in str(flashattn.explain(unaligned, k, v, device="h200"))
     q = torch.empty(2, 1024, 128, 8, dtype=q.dtype, device="meta").transpose(2, 3)
     assert "q is copied" in str(flashattn.explain(q, k, v, device="h200"))
 
@@ -95,7 +99,8 @@ def test_refuses_as_flash_attn_func_does():
 def test_the_tensors_own_device(device):
     dtype = torch.float16
     plan = flashattn.explain(*tensors(dtype, device))
-    assert plan.forward.kernel == ("forward_cpu" if device == "cpu" else "forward_sm80")
+    kernels = ("forward_cpu",) if device == "cpu" else ("forward_sm80", "forward_sm90")
+    assert plan.forward.kernel in kernels
     assert plan.forward.supported
     assert plan.backward.supported
 

@@ -144,7 +144,7 @@ def check_tile(plan, device):
     assert 0 < plan.smem_bytes <= device.smem_per_block
     assert plan.block_m % 16 == 0
     assert plan.block_n % 16 == 0
-    assert plan.warps in (4, 8, 16)
+    assert plan.warps in (4, 8, 12, 16)
     assert plan.stages >= 1
 
 
@@ -249,6 +249,24 @@ def test_whose_code_runs(archs, capability, arch):
     assert _plan.Device("some GPU", capability, 100, 99 << 10, 100 << 10, archs).arch == arch
 
 
+def test_who_gets_the_sm90_kernel(monkeypatch):
+    """Code for sm_90a, and head dims of whole 16 bytes: strides have no say, they change no bit."""
+    h200 = _plan.device_by_name("h200")
+    assert h200.sm90a
+
+    def kernel(device, **options):
+        return _plan.make_forward_plan(problem(**options), device).kernel
+
+    assert kernel(h200) == kernel(h200, aligned16=False) == "forward_sm90"
+    assert kernel(h200, headdim=100) == kernel(h200, headdim_v=36) == "forward_sm80"
+    for archs, sm90 in (("80+PTX;90a", True), ("80;90", False), ("90+PTX", False), ("80", False)):
+        device = _plan.Device("some GPU", 90, 132, 227 << 10, 228 << 10, archs)
+        assert kernel(device) == ("forward_sm90" if sm90 else "forward_sm80")
+    assert kernel(_plan.Device("B200", 100, 148, 227 << 10, 228 << 10)) == "forward_sm80"
+    monkeypatch.setenv("FLASHATTN_NO_SM90", "1")
+    assert kernel(_plan.Device("some GPU", 90, 132, 227 << 10, 228 << 10)) == "forward_sm80"
+
+
 DIMS = st.sampled_from([(64, 64), (40, 72), (128, 128), (192, 128), (256, 256)])
 
 
@@ -332,7 +350,8 @@ def test_grids_and_workspace(batch, seqlen_q, seqlen_k, is_packed, is_determinis
         partial = min(batch - 1, rows)  # one row each, and all others in one sequence
         return partial + -(-(rows - partial) // block)
 
-    assert forward.grid >= worst_blocks(seqlen_q, forward.block_m) * 8
+    assert forward.tiles >= worst_blocks(seqlen_q, forward.block_m) * 8
+    assert 0 <= forward.grid <= forward.tiles
     assert backward.grid >= worst_blocks(seqlen_k, backward.block_n) * 2
 
     def grouped_rows(group):

@@ -5,7 +5,8 @@
 //     results stay in registers as the A operands of  dV += P^T dO  and  dK += dS^T Q;  dS also
 //     goes to shared memory;
 //   one adds  dQ = dS K  to the sums in global memory;
-//   one copies: a warp starts the copies, three take NaN and Inf out of partial blocks.
+//   one copies: a warp starts the copies by TMA, three copy what that can't reach and take NaN and
+//     Inf out of partial blocks.
 //
 // A step of a computing warpgroup:  S(j) done | P | start dP(j), dV(j) | dP done | dS | dV done |
 // dS to shared memory | start dK(j), S(j+1) | dK done.
@@ -26,8 +27,8 @@ struct BackwardSm90Params {
   BackwardParams backward;
 };
 
-// Barriers are named after the event that completes a phase. What has landed in a partial block is
-// searched for NaN and Inf before it is full.
+// Barriers are named after the event that completes a phase. What has landed of a block that is
+// partial, or that TMA does not reach, is full once the helpers are done with it.
 template <class TileQ, class TileK, class TileDs, int kStages>
 struct BackwardSm90Shared {
   uint8_t k[TileK::kBytes], v[TileK::kBytes];
@@ -62,7 +63,6 @@ struct BackwardSm90 {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kThreads = 32 * kSm90BackwardWarps;
   static constexpr int kMathThreads = 256;
-  static constexpr int kScanThreads = 96;
   // Of a thread: two computing warpgroups, dQ, copies; 512 in all.
   static constexpr int kMathRegisters = 208, kDqRegisters = 72, kCopyRegisters = 24;
 
@@ -77,7 +77,7 @@ struct BackwardSm90 {
   using Packed = tile::PackedAccumulator<16, kBlockM>;
   using Gradient = tile::Accumulator<16, kHeadDim>;
 
-  enum NamedBarrier { kScanned = 1, kStored = 2 };
+  enum NamedBarrier { kHelped = 1, kStored = 2 };
 
   // A step's slot in a ring of kSlots, and the parity of its phase.
   template <int kSlots>
@@ -99,7 +99,7 @@ struct BackwardSm90 {
     ptx::mbarrier_arrive_elect(address(&barrier));
   }
 
-  // One thread: starts all copies.
+  // One thread: starts the copies by TMA.
   struct Copies {
     const BackwardSm90Params& params;
     Shared& shared;
@@ -118,29 +118,37 @@ struct BackwardSm90 {
     }
 
     __device__ __forceinline__ void load_keys() const {
-      const SeqLens& lens = params.backward.shape.seqlens_k;
+      const BackwardParams& backward = params.backward;
+      const SeqLens& lens = backward.shape.seqlens_k;
       int row = static_cast<int>(work.keys.rows.begin) + work.first_key;
-      uint64_t& k_full = work.blocks.any_partial() ? shared.k_landed : shared.k_full;
-      ptx::mbarrier_arrive_expect(address(&k_full), TileK::kBytes);
-      load<TileK>(params.k, shared.k, k_full, row, work.keys.head, lens);
-      ptx::mbarrier_arrive_expect(address(&shared.v_full), TileK::kBytes);
-      load<TileK>(params.v, shared.v, shared.v_full, row, work.keys.head, lens);
+      if (backward.k.aligned16) {
+        uint64_t& k_full = work.blocks.any_partial() ? shared.k_landed : shared.k_full;
+        ptx::mbarrier_arrive_expect(address(&k_full), TileK::kBytes);
+        load<TileK>(params.k, shared.k, k_full, row, work.keys.head, lens);
+      }
+      if (backward.v.aligned16) {
+        ptx::mbarrier_arrive_expect(address(&shared.v_full), TileK::kBytes);
+        load<TileK>(params.v, shared.v, shared.v_full, row, work.keys.head, lens);
+      }
     }
 
-    // A block of Q or dO with its row statistics.
-    __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint8_t* to,
-                                              const float* stats_to, const float* stats,
-                                              const uint64_t& full,
+    // A block of Q or dO, if TMA reaches it, and its row statistics.
+    __device__ __forceinline__ void load_rows(const CUtensorMap& map, bool reached,
+                                              const uint8_t* to, const float* stats_to,
+                                              const float* stats, const uint64_t& full,
                                               const BackwardStep& step) const {
       int row = step.block * kBlockM;
-      ptx::mbarrier_arrive_expect(address(&full), TileQ::kBytes + 4 * kBlockM);
-      load<TileQ>(map, to, full, static_cast<int>(work.q_rows.begin) + row, step.head,
-                  params.backward.shape.seqlens_q);
+      ptx::mbarrier_arrive_expect(address(&full), (reached ? TileQ::kBytes : 0) + 4 * kBlockM);
+      if (reached) {
+        load<TileQ>(map, to, full, static_cast<int>(work.q_rows.begin) + row, step.head,
+                    params.backward.shape.seqlens_q);
+      }
       ptx::bulk_load(address(stats_to), stats + work.sums_row(step.head) + row, 4 * kBlockM,
                      address(&full));
     }
 
     __device__ __forceinline__ void run() const {
+      const BackwardParams& backward = params.backward;
       load_keys();
       BackwardStep step(work);
 #pragma unroll 1
@@ -149,44 +157,101 @@ struct BackwardSm90 {
         int slot = place.slot;
         bool partial = work.blocks.partial(step.block);
         wait(shared.q_empty[slot], place.parity ^ 1);
-        load_rows(params.q, shared.q[slot], shared.lse_log2[slot], params.backward.lse_log2,
-                  partial ? shared.q_landed[slot] : shared.q_full[slot], step);
+        load_rows(params.q, backward.q.aligned16, shared.q[slot], shared.lse_log2[slot],
+                  backward.lse_log2,
+                  partial || !backward.q.aligned16 ? shared.q_landed[slot] : shared.q_full[slot],
+                  step);
         wait(shared.dout_empty[slot], place.parity ^ 1);
-        load_rows(params.dout, shared.dout[slot], shared.delta[slot], params.backward.delta,
-                  partial ? shared.dout_landed[slot] : shared.dout_full[slot], step);
+        load_rows(
+            params.dout, backward.dout.aligned16, shared.dout[slot], shared.delta[slot],
+            backward.delta,
+            partial || !backward.dout.aligned16 ? shared.dout_landed[slot] : shared.dout_full[slot],
+            step);
       }
     }
   };
 
-  // kScanThreads threads: set apart the special values that a mask could hide (tile/special.cuh).
-  struct Scan {
+  // Three warps: copy what TMA can't reach, element by element, and set apart the special values
+  // that a mask could hide (tile/special.cuh).
+  struct Helpers {
+    static constexpr int kHelpers = 96;  // threads
+
+    const BackwardParams& params;
     Shared& shared;
-    int thread;
+    const BackwardWork& work;
+
+    static __device__ __forceinline__ int thread() { return threadIdx.x % 128 - 32; }
+    static __device__ __forceinline__ void sync() { ptx::named_barrier_sync(kHelped, kHelpers); }
 
     template <class Tile>
-    __device__ __forceinline__ void tile(const uint8_t* tile, const uint64_t& landed,
-                                         uint32_t parity, const uint64_t& full) const {
-      wait(landed, parity);
-      if (tile::zero_specials_below<E, Tile>(address(tile), Tile::kRows, thread, kScanThreads)) {
-        shared.special = 1;
-      }
-      ptx::fence_async_shared();
-      ptx::named_barrier_sync(kScanned, kScanThreads);
-      if (thread == 0) ptx::mbarrier_arrive(address(&full));
+    __device__ __forceinline__ void copy(const uint8_t* to, const ConstTensor& tensor, SeqRows rows,
+                                         int head, int headdim, int first_row) const {
+      tile::load_tile_pairs<Tile>(address(to),
+                                  tile::GlobalRows(tensor, work.keys.batch, rows, head, headdim),
+                                  first_row, thread(), kHelpers);
+      sync();
     }
 
-    __device__ __forceinline__ void run(const BackwardWork& work) const {
-      if (work.blocks.any_partial()) tile<TileK>(shared.k, shared.k_landed, 0, shared.k_full);
-      uint32_t parities = 0;  // of the landed phases, a bit a stage
+    template <class Tile>
+    __device__ __forceinline__ void scan(const uint8_t* tile) const {
+      if (tile::zero_specials_below<E, Tile>(address(tile), Tile::kRows, thread(), kHelpers)) {
+        shared.special = 1;
+      }
+    }
+
+    // What all helpers wrote is there for the tensor cores.
+    __device__ __forceinline__ void publish(const uint64_t& full) const {
+      ptx::fence_async_shared();
+      sync();
+      if (thread() == 0) ptx::mbarrier_arrive(address(&full));
+    }
+
+    __device__ __forceinline__ void keys() const {
+      bool partial = work.blocks.any_partial();
+      if (!params.k.aligned16) {
+        copy<TileK>(shared.k, params.k, work.keys.rows, work.keys.head, params.shape.headdim,
+                    work.first_key);
+      } else if (partial) {
+        wait(shared.k_landed, 0);
+      }
+      if (partial) scan<TileK>(shared.k);
+      if (partial || !params.k.aligned16) publish(shared.k_full);
+      if (params.v.aligned16) return;
+      copy<TileK>(shared.v, params.v, work.keys.rows, work.keys.head, params.shape.headdim_v,
+                  work.first_key);
+      publish(shared.v_full);
+    }
+
+    // A block of Q or dO whose statistics, and what TMA reaches of it, have `landed`.
+    __device__ __forceinline__ void rows(const BackwardStep& step, const ConstTensor& tensor,
+                                         int headdim, const uint8_t* tile, const uint64_t& landed,
+                                         uint32_t parity, const uint64_t& full) const {
+      wait(landed, parity);
+      if (!tensor.aligned16) {
+        copy<TileQ>(tile, tensor, work.q_rows, step.head, headdim, step.block * kBlockM);
+      }
+      if (work.blocks.partial(step.block)) scan<TileQ>(tile);
+      publish(full);
+    }
+
+    __device__ __forceinline__ void run() const {
+      keys();
+      uint32_t q_parities = 0, dout_parities = 0;  // of the landed phases, a bit a slot
       BackwardStep step(work);
 #pragma unroll 1
       for (int left = work.steps(); left > 0; --left, step.advance(work)) {
-        if (!work.blocks.partial(step.block)) continue;
         int slot = step.index % kStages;
-        uint32_t parity = parities >> slot & 1;
-        parities ^= 1u << slot;
-        tile<TileQ>(shared.q[slot], shared.q_landed[slot], parity, shared.q_full[slot]);
-        tile<TileQ>(shared.dout[slot], shared.dout_landed[slot], parity, shared.dout_full[slot]);
+        bool partial = work.blocks.partial(step.block);
+        if (partial || !params.q.aligned16) {
+          rows(step, params.q, params.shape.headdim, shared.q[slot], shared.q_landed[slot],
+               q_parities >> slot & 1, shared.q_full[slot]);
+          q_parities ^= 1u << slot;
+        }
+        if (partial || !params.dout.aligned16) {
+          rows(step, params.dout, params.shape.headdim_v, shared.dout[slot],
+               shared.dout_landed[slot], dout_parities >> slot & 1, shared.dout_full[slot]);
+          dout_parities ^= 1u << slot;
+        }
       }
     }
   };
@@ -443,7 +508,7 @@ struct BackwardSm90 {
     } else {
       ptx::decrease_registers<kCopyRegisters>();
       if (warp > 12) {
-        Scan{shared, static_cast<int>(threadIdx.x) - 13 * 32}.run(work);
+        Helpers{backward, shared, work}.run();
       } else if (threadIdx.x % 32 == 0) {
         Copies{params, shared, work}.run();
       }
@@ -469,6 +534,7 @@ void run_backward_sm90(const BackwardParams& backward, void* stream) {
   const ProblemShape& shape = backward.shape;
   auto map = [&shape](const ConstTensor& tensor, const SeqLens& lens, int heads, int columns,
                       int box_rows) {
+    if (!tensor.aligned16) return CUtensorMap{};  // copied element by element
     return make_tensor_map(tensor.data, lens.packed() ? 1 : shape.batch, heads, lens.rows, columns,
                            tensor.stride.batch, tensor.stride.head, tensor.stride.row, box_rows);
   };

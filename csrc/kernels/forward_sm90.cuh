@@ -26,7 +26,7 @@ struct ForwardSm90 {
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kRegisters = kWarpgroups == 2 ? 232 : 160;
   static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kScanWarps = 3;
+  static constexpr int kHelperWarps = 3;
 
   using E = tile::Element<kType>;
   using TileQ = tile::SmemTile<kBlockM, round_up_64(kHeadDim)>;
@@ -46,7 +46,7 @@ struct ForwardSm90 {
   // Probabilities in bf16 have fp32's range.
   using Softmax = tile::ReferenceSoftmax<kType == DType::kBFloat16>;
 
-  enum NamedBarrier { kScanned = 1, kQueriesPrepared = 2 };  // the latter: one a warpgroup
+  enum NamedBarrier { kHelped = 1, kQueriesPrepared = 2 };  // the latter: one a warpgroup
 
   static __device__ __forceinline__ uint32_t address(const void* shared) {
     return ptx::shared_address(shared);
@@ -65,7 +65,7 @@ struct ForwardSm90 {
     }
   }
 
-  // One warp: deals the tiles and starts all copies.
+  // One warp: deals the tiles and starts the copies by TMA.
   class Producer {
    public:
     __device__ __forceinline__ Producer(const ForwardSm90Params& params, Shared& shared)
@@ -112,7 +112,7 @@ struct ForwardSm90 {
 
     __device__ __forceinline__ void load_queries(WorkPlace at) {
       const Work& work = shared_.work[at.slot()];
-      if (work.none() || work.keys.empty()) return;
+      if (work.none() || work.keys.empty() || !params_.forward.q.aligned16) return;
       q_place_.wait_empty(shared_.q_empty);
       load<TileQ>(params_.q, shared_.q[q_place_.slot()], shared_.q_full[q_place_.slot()],
                   static_cast<int>(work.q_rows.begin) + work.first_row, work.head,
@@ -124,12 +124,16 @@ struct ForwardSm90 {
                                                int head, int k_batch) {
       if (block < keys.begin) return;
       int slot = place_.slot(), row = k_row + block * kBlockN;
-      place_.wait_empty(shared_.k_empty);
-      load<TileK>(params_.k, shared_.k[slot], shared_.k_full[slot], row, head, k_batch);
+      if (params_.forward.k.aligned16) {
+        place_.wait_empty(shared_.k_empty);
+        load<TileK>(params_.k, shared_.k[slot], shared_.k_full[slot], row, head, k_batch);
+      }
       if (!kEarlyQueries && block == keys.end - 1) load_queries(WorkPlace{work_place_.count - 1});
-      place_.wait_empty(shared_.v_empty);
-      uint64_t& full = keys.partial(block) ? shared_.v_landed[slot] : shared_.v_full[slot];
-      load<TileV>(params_.v, shared_.v[slot], full, row, head, k_batch);
+      if (params_.forward.v.aligned16) {
+        place_.wait_empty(shared_.v_empty);
+        uint64_t& full = keys.partial(block) ? shared_.v_landed[slot] : shared_.v_full[slot];
+        load<TileV>(params_.v, shared_.v[slot], full, row, head, k_batch);
+      }
       place_.advance();
     }
 
@@ -141,38 +145,96 @@ struct ForwardSm90 {
     WorkPlace work_place_;  // of the work to announce next, or announced last
   };
 
-  // kScanWarps warps: take the NaN and Inf out of partial blocks of V, see tile/special.cuh.
-  static __device__ __forceinline__ void scan(Shared& shared) {
-    Place place;
-    WorkPlace work_place;
-    uint32_t landed_parities = 0;  // a bit a stage
-    constexpr int kThreadsHere = 32 * kScanWarps;
-    int thread = threadIdx.x % 128 - (128 - kThreadsHere);
+  // kHelperWarps warps: copy what TMA can't reach, element by element, and take the NaN and Inf out
+  // of partial blocks of V (see tile/special.cuh).
+  class Helper {
+   public:
+    __device__ __forceinline__ Helper(const ForwardParams& params, Shared& shared)
+        : params_(params), shared_(shared) {}
+
+    __device__ __forceinline__ void run() {
 #pragma unroll 1
-    for (;; work_place.advance()) {
-      work_place.wait_full(shared.work_full);
-      const Work& work = shared.work[work_place.slot()];
-      if (work.none()) return;
-      BlockRange keys = work.keys;
-      int seqlen_k = work.k_rows.length;
-      __syncwarp();
-      work_place.release(shared.work_empty);
-#pragma unroll 1
-      for (int block = keys.end - 1; block >= keys.begin; --block, place.advance()) {
-        if (!keys.partial(block)) continue;
-        int slot = place.slot();
-        ptx::mbarrier_wait(address(&shared.v_landed[slot]), landed_parities >> slot & 1);
-        landed_parities ^= 1u << slot;
-        if (tile::zero_specials_below<E, TileV>(address(shared.v[slot]), seqlen_k - block * kBlockN,
-                                                thread, kThreadsHere)) {
-          shared.special = 1;
-        }
-        ptx::fence_async_shared();
-        ptx::barrier_sync(kScanned, kThreadsHere);
-        if (thread == 0) ptx::mbarrier_arrive(address(&shared.v_full[slot]));
+      for (WorkPlace at;; at.advance()) {
+        at.wait_full(shared_.work_full);
+        const Work& work = shared_.work[at.slot()];
+        if (work.none()) return;
+        help(work);
+        __syncwarp();
+        at.release(shared_.work_empty);
       }
     }
-  }
+
+   private:
+    static constexpr int kThreadsHere = 32 * kHelperWarps;
+
+    static __device__ __forceinline__ int thread() {
+      return threadIdx.x % 128 - (128 - kThreadsHere);
+    }
+
+    __device__ __forceinline__ void help(const Work& work) {
+      const BlockRange& keys = work.keys;  // read again in each step: registers are few
+      if (!params_.q.aligned16 && !keys.empty()) {
+        q_place_.wait_empty(shared_.q_empty);
+        copy<TileQ>(shared_.q[q_place_.slot()], params_.q, work.batch, work.q_rows, work.head,
+                    params_.shape.headdim, work.first_row);
+        publish(shared_.q_full[q_place_.slot()]);
+        q_place_.advance();
+      }
+#pragma unroll 1
+      for (int block = keys.end - 1; block >= keys.begin; --block, place_.advance()) {
+        if (!params_.k.aligned16) {
+          place_.wait_empty(shared_.k_empty);
+          copy<TileK>(shared_.k[place_.slot()], params_.k, work.batch, work.k_rows, work.head_k,
+                      params_.shape.headdim, block * kBlockN);
+          publish(shared_.k_full[place_.slot()]);
+        }
+        values(work, block, keys.partial(block));
+      }
+    }
+
+    __device__ __forceinline__ void values(const Work& work, int block, bool partial) {
+      int slot = place_.slot();
+      if (!params_.v.aligned16) {
+        place_.wait_empty(shared_.v_empty);
+        copy<TileV>(shared_.v[slot], params_.v, work.batch, work.k_rows, work.head_k,
+                    params_.shape.headdim_v, block * kBlockN);
+        ptx::barrier_sync(kHelped, kThreadsHere);
+      } else if (partial) {
+        ptx::mbarrier_wait(address(&shared_.v_landed[slot]), landed_parities_ >> slot & 1);
+        landed_parities_ ^= 1u << slot;
+      } else {
+        return;
+      }
+      int rows = work.k_rows.length - block * kBlockN;
+      if (partial && tile::zero_specials_below<E, TileV>(address(shared_.v[slot]), rows, thread(),
+                                                         kThreadsHere)) {
+        shared_.special = 1;
+      }
+      publish(shared_.v_full[slot]);
+    }
+
+    template <class Tile>
+    __device__ __forceinline__ void copy(const uint8_t* tile, const ConstTensor& tensor,
+                                         int64_t batch, SeqRows rows, int head, int headdim,
+                                         int first_row) const {
+      tile::load_tile_pairs<Tile>(address(tile),
+                                  tile::GlobalRows(tensor, batch, rows, head, headdim), first_row,
+                                  thread(), kThreadsHere);
+    }
+
+    // What all helpers wrote is there for the tensor cores.
+    __device__ __forceinline__ void publish(uint64_t& full) const {
+      ptx::fence_async_shared();
+      ptx::barrier_sync(kHelped, kThreadsHere);
+      if (thread() == 0) ptx::mbarrier_arrive(address(&full));
+    }
+
+    const ForwardParams& params_;
+    Shared& shared_;
+    Place place_;
+    QueryPlace q_place_;
+    uint32_t landed_parities_ = 0;  // a bit a slot
+  };
 
   // One of the warpgroups that compute.
   class Consumer {
@@ -524,14 +586,14 @@ struct ForwardSm90 {
   };
 
   static __device__ __forceinline__ void run(const ForwardSm90Params& params, Shared& shared) {
-    if (threadIdx.x == 0) shared.init(4 * kWarpgroups, kScanWarps);
+    if (threadIdx.x == 0) shared.init(4 * kWarpgroups, kHelperWarps);
     __syncthreads();
     if (tile::warp_index() < 4) {
       ptx::decrease_registers<kLoaderRegisters>();
       if (tile::warp_index() == 0) {
         Producer(params, shared).run();
       } else {
-        scan(shared);
+        Helper(params.forward, shared).run();
       }
     } else {
       ptx::increase_registers<kRegisters>();
@@ -558,6 +620,7 @@ void run_forward_sm90(const ForwardParams& forward, const ForwardSchedule& sched
   const ProblemShape& shape = forward.shape;
   auto map = [&shape](const ConstTensor& tensor, const SeqLens& lens, int heads, int columns,
                       int box_rows) {
+    if (!tensor.aligned16) return CUtensorMap{};  // copied element by element
     return make_tensor_map(tensor.data, lens.packed() ? 1 : shape.batch, heads, lens.rows, columns,
                            tensor.stride.batch, tensor.stride.head, tensor.stride.row, box_rows);
   };

@@ -107,12 +107,12 @@ struct ForwardSm90Shared {
   uint64_t q_full[kQueryStages], q_empty[kQueryStages];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
-  uint64_t v_landed[kStages];  // of partial blocks, which are scanned before they are full
+  uint64_t v_landed[kStages];  // by TMA, of partial blocks: full once they are scanned
   int special;                 // a NaN or Inf that some row may see was taken out of a block of V
 
-  // By one thread. `consumers`, `scanners`: warps.
-  __device__ __forceinline__ void init(int consumers, int scanners) {
-    init(work_full, 1), init(work_empty, consumers + scanners);
+  // By one thread. `consumers`, `helpers`: warps.
+  __device__ __forceinline__ void init(int consumers, int helpers) {
+    init(work_full, 1), init(work_empty, consumers + helpers);
     init(q_full, 1), init(q_empty, consumers);
     init(k_full, 1), init(k_empty, consumers);
     init(v_full, 1), init(v_empty, consumers);

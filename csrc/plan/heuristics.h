@@ -18,8 +18,12 @@ constexpr int cpu_backward_splits(int64_t sequences_and_heads, int64_t key_block
   return limit > 1 ? static_cast<int>(limit) : 1;
 }
 
-// sm_90 forward: CTAs. A CTA for each tile: the hardware deals them as SMs become free.
-constexpr int64_t forward_ctas(int64_t tiles, int /*sm_count*/) { return tiles; }
+// sm_90 forward under a causal mask: whether pairs of a long and a short tile, dealt to one CTA an
+// SM, keep most SMs busy to the end. Otherwise single tiles go out, the longest ones first.
+constexpr bool pairs_fill(int64_t pairs, int sm_count) {
+  const int64_t rounds = (pairs + sm_count - 1) / sm_count;
+  return 100 * pairs >= 85 * rounds * sm_count;
+}
 
 // sm_90 forward under a causal mask: how many heads take turns in the order of tiles. The longest
 // tiles of all heads would go first, but K and V of the heads under way have to stay in L2.

@@ -1,5 +1,7 @@
 #include "plan/plan.h"
 
+#include <algorithm>
+
 #include "plan/heuristics.h"
 
 namespace flashattn {
@@ -78,14 +80,20 @@ void set_forward_tile(Plan& plan) {
 
 ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
                                       const Device& device) {
-  const int64_t tiles = plan.grid;
   const int64_t kv_bytes =
       problem.seqlen_k * (problem.headdim + problem.headdim_v) * dtype_bytes(problem.dtype);
-  const int64_t heads = problem.batch * problem.heads_q;
+  const bool unequal_tiles = problem.mask.right >= 0 && problem.mask.left < 0;
+  auto items = [&](int parts) {
+    return count_blocks(problem, problem.seqlen_q, plan.block_m * parts) * problem.heads_q;
+  };
   ForwardSchedule schedule;
-  schedule.items = static_cast<uint32_t>(tiles);
-  schedule.ctas = forward_ctas(tiles, device.sm_count);
-  schedule.heads_together = problem.mask.right < 0 ? 1 : heads_sharing_l2(heads, kv_bytes);
+  schedule.parts = unequal_tiles && pairs_fill(items(2), device.sm_count) ? 2 : 1;
+  schedule.items = static_cast<uint32_t>(items(schedule.parts));
+  // Where items differ, the hardware deals them as SMs become free.
+  const bool equal_items = !problem.packed && (schedule.parts == 2 || !unequal_tiles);
+  schedule.ctas = equal_items ? std::min<int64_t>(schedule.items, device.sm_count) : schedule.items;
+  schedule.heads_together =
+      unequal_tiles ? heads_sharing_l2(problem.batch * problem.heads_q, kv_bytes) : 1;
   return schedule;
 }
 
@@ -155,7 +163,9 @@ const char* kernel_name(Kernel kernel) {
 }
 
 const char* why_not_backward_sm90(const Problem& problem) {
-  if (!problem.aligned16) return "a pointer, a stride or a row is out of TMA's reach";
+  if (problem.headdim % 8 != 0 || problem.headdim_v % 8 != 0) {
+    return "a head dim is no multiple of 8";
+  }
   if (problem.deterministic && problem.need_dq) return "dq is summed in a fixed order";
   if (problem.headdim > kSm90BackwardHeadDim || problem.headdim_v > kSm90BackwardHeadDim) {
     return "the sm_90a kernel has head dims up to 128";
@@ -171,8 +181,9 @@ Plan make_forward_plan(const Problem& problem, const Device& device) {
     plan.block_m = kCpuForwardTile.block_m;
     plan.block_n = kCpuForwardTile.block_n;
   } else {
-    // TMA needs 16-byte multiples.
-    const bool sm90 = device.sm90a && problem.aligned16;
+    // By the shape alone: other strides must not change a bit. Rows of whole 16 bytes are what the
+    // sm_90 kernel stores.
+    const bool sm90 = device.sm90a && problem.headdim % 8 == 0 && problem.headdim_v % 8 == 0;
     plan.kernel = sm90 ? Kernel::kForwardSm90 : Kernel::kForwardSm80;
     if (plan.head_dims_index != kNoHeadDims) set_forward_tile(plan);
   }

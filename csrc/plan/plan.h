@@ -53,7 +53,7 @@ struct Problem {
   int64_t heads_q = 1, heads_k = 1;
   int headdim = 0, headdim_v = 0;
   MaskSpec mask;
-  bool aligned16 = true;  // 16-byte loads possible for q, k, v; TMA then reaches them too
+  bool aligned16 = true;  // 16-byte loads and TMA possible for q, k, v
   // Backward only.
   bool deterministic = false;
   bool need_dq = true;

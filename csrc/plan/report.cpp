@@ -85,15 +85,14 @@ bool is_sm90(const Plan& plan) {
 
 std::string why_not_sm90(const Plan& plan, const Problem& problem, const Device& device) {
   if (!device.sm90a) return "this build has no code for sm_90a or FLASHATTN_NO_SM90 is set";
-  return is_backward(plan) ? why_not_backward_sm90(problem)
-                           : "a pointer, a stride or a row is out of TMA's reach";
+  return is_backward(plan) ? why_not_backward_sm90(problem) : "a head dim is no multiple of 8";
 }
 
 std::string why_kernel(const Plan& plan, const Problem& problem, const Device& device) {
   const std::string name = kernel_name(plan.kernel);
   if (is_cpu(plan)) return name + ": the tensors are on the CPU";
   if (is_sm90(plan)) {
-    return name + ": " + device.name + " has wgmma and TMA, and TMA reaches the tensors";
+    return name + ": " + device.name + " has wgmma and TMA, and head dims are multiples of 8";
   }
   if (device.arch == Arch::kSm90) {
     return name + ": " + device.name + " runs the sm_80 kernel compiled for sm_90, as " +
@@ -125,7 +124,9 @@ std::string why_shared_memory(const Plan& plan, const Device& device) {
 
 std::string why_loads(const Plan& plan, const Problem& problem) {
   if (is_sm90(plan)) {
-    return "copies by TMA: pointers, strides and rows are multiples of 16 bytes";
+    return problem.aligned16 ? "copies by TMA: pointers and strides are multiples of 16 bytes"
+                             : "element-wise copies of some tensor: its pointer or a stride is no "
+                               "multiple of 16 bytes, which TMA needs";
   }
   return problem.aligned16
              ? "16-byte loads: pointers, strides and rows are multiples of 16 bytes"

@@ -55,12 +55,12 @@ struct Sm90ForwardTile {
 };
 
 constexpr Sm90ForwardTile sm90_forward_tile(HeadDims dims) {
-  if (dims.qk <= 64) return {192, 128, 2, 2};
+  if (dims.qk <= 64) return {192, 128, 3, 2};
   if (dims.qk <= 96) return {192, 96, 2, 2};
   if (dims.qk <= 128) return {128, 128, 2, 2};
   if (dims.v <= 128) return {128, 96, 2, 2};
   if (dims.qk <= 192) return {128, 80, 2, 2};
-  return {128, 80, 2, 1};
+  return {128, 64, 2, 1};
 }
 
 // Tiles have whole slabs of 64 columns.

@@ -102,6 +102,20 @@ __device__ __forceinline__ void load_tile_elements(uint32_t tile, const GlobalRo
   }
 }
 
+// The same by any number of threads, in few registers.
+template <class Tile>
+__device__ __forceinline__ void load_tile_pairs(uint32_t tile, const GlobalRows& source,
+                                                int first_row, int thread, int threads) {
+#pragma unroll 1
+  for (int index = thread; index < Tile::kRows * Tile::kCols / 2; index += threads) {
+    int row = index / (Tile::kCols / 2), col = index % (Tile::kCols / 2) * 2;
+    const uint16_t* from = source.data + (first_row + row) * source.row_stride + col;
+    int cols = first_row + row < source.rows ? source.cols - col : 0;
+    uint32_t low = cols > 0 ? from[0] : 0, high = cols > 1 ? from[1] : 0;
+    ptx::store_shared_u32(tile + Tile::element_offset(row, col), low | high << 16);
+  }
+}
+
 template <class Tile, int kThreads>
 __device__ __forceinline__ void load_tile(uint32_t tile, const GlobalRows& source, int first_row) {
   if (source.aligned16) {
