@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from flashattn import _ops
+from flashattn import _ops, _plan
 
 MAX_HEADDIM = 256
 MAX_WINDOW = 2**30  # csrc/common/mask.h keeps bounds below this; no sequence is longer
@@ -237,6 +237,20 @@ def _explain_qkv(q: Tensor, k: Tensor, v: Tensor, layout: dict[str, str]) -> Non
         raise NotImplementedError(
             "q: this build has no float32 kernel for CUDA; use float16 or bfloat16 (autocast "
             "does), or flashattn.reference.attention"
+        )
+
+
+def gpu(q: Tensor) -> None:
+    """Whether the build has code for q's GPU: only after a failure, not in every call."""
+    if not q.is_cuda:
+        return
+    major, minor = torch.cuda.get_device_capability(q.device)
+    archs = _ops.build_info["archs"]
+    if not _plan.kernel_image_available(archs, 10 * major + minor):
+        raise NotImplementedError(
+            f"q: is on {torch.cuda.get_device_name(q.device)}, compute capability {major}.{minor}, "
+            f"and this build of flashattn is for {archs}; build it with "
+            f"FLASHATTN_CUDA_ARCHS={major}{minor}"
         )
 
 

@@ -254,19 +254,23 @@ def flash_attn_varlen_func(
         _strict.check_lengths("k", k.shape[0], cu_seqlens_k, seqused_k, max_seqlen_k)
     left, right = _bounds(window_size, causal)
     scale = headdim**-0.5 if softmax_scale is None else _checks.scale(softmax_scale)
-    out, lse = attention(
-        q,
-        k,
-        v,
-        bool(deterministic),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        scale,
-        left,
-        right,
-    )
+    try:
+        out, lse = attention(
+            q,
+            k,
+            v,
+            bool(deterministic),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k,
+            scale,
+            left,
+            right,
+        )
+    except RuntimeError:
+        _checks.gpu(q)
+        raise
     if return_attn_probs:
         return out, lse, q.new_empty(0)
     return (out, lse) if return_lse else out
@@ -432,6 +436,7 @@ def _fixed_length(
         failure = error
     try:
         _checks.fixed(q, k, v)
+        _checks.gpu(q)
         raise failure
     finally:
         del failure  # its traceback holds this frame, and the tensors with it

@@ -122,7 +122,7 @@ MAY_IMPORT = {
     "reference": (),
     "_ops": (),
     "_autograd": ("_ops",),
-    "_checks": ("_ops",),
+    "_checks": ("_ops", "_plan"),
     "_fakes": ("_checks",),
     "_strict": (),
     "_explain": ("_checks", "_ops", "_plan"),

@@ -354,19 +354,27 @@ def test_grids_and_workspace(batch, seqlen_q, seqlen_k, is_packed, is_determinis
     assert 0 <= forward.grid <= forward.tiles
     assert backward.grid >= worst_blocks(seqlen_k, backward.block_n) * 2
 
+    def grouped_rows(group):
+        """Query rows of a head when each sequence starts a group."""
+        if is_packed:
+            return (seqlen_q // group + batch) * group
+        return batch * -(-seqlen_q // group) * group
+
     rows = (seqlen_q if is_packed else batch * seqlen_q) * 8
+    sums = 4 * 8 * grouped_rows(16) * (backward.accum_headdim if need_dq else 0)
     work = backward.workspace
     places = [work.dq_accum, work.dq_turn, work.lse_log2, work.delta, work.bytes]
     assert places == sorted(places)
     assert all(place % 256 == 0 for place in places)
-    assert work.dq_turn - work.dq_accum >= (4 * rows * backward.accum_headdim if need_dq else 0)
+    assert backward.accum_rows == (grouped_rows(16) if need_dq else 0)
+    assert work.dq_turn - work.dq_accum >= sums
     assert work.delta - work.lse_log2 >= 4 * rows
     assert work.bytes - work.delta >= 4 * rows
     assert work.zeroed_bytes == work.lse_log2
     if is_deterministic and need_dq:
         turns = worst_blocks(seqlen_q, backward.block_m) * 8
         assert work.lse_log2 - work.dq_turn >= 4 * turns
-    assert work.bytes <= 4 * rows * (backward.accum_headdim + 3) + 4 * 9 * (batch + 3) * 8 + 5 * 256
+    assert work.bytes <= sums + 4 * 3 * rows + 4 * 9 * (batch + 3) * 8 + 5 * 256
 
 
 def test_packed_turns_do_not_collide():

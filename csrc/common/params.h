@@ -78,6 +78,9 @@ struct ForwardSchedule {
   int heads_together = 1;  // see ordered_item() in tile/scheduler.cuh
 };
 
+// Rows of the fp32 sums of dq come in groups: tile/dq_accum.cuh says why.
+constexpr int kDqRowGroup = 16;
+
 struct BackwardParams {
   ProblemShape shape;
   ConstTensor q, k, v;       // as in ForwardParams
@@ -88,11 +91,13 @@ struct BackwardParams {
   MutableTensor dq, dk, dv;  // the shapes of q, k, v; dk and dv always come together
   // Workspace (sizes in plan/plan.h). `rows` counts all query rows: row r of sequence b is
   // b * seqlens_q.rows + r at a fixed length, cu_seqlens_q[b] + r when packed.
-  float* dq_accum = nullptr;   // (heads_q, rows, headdim rounded up to the tile's), zeroed before
-  float* lse_log2 = nullptr;   // (heads_q, rows): lse * log2(e), +inf for a row that sees nothing
+  float* dq_accum = nullptr;   // (heads_q, accum_rows, headdim rounded up to the tile's), zeroed
+                               // before; in the order of tile/dq_accum.cuh
+  int64_t accum_rows = 0;      // rows of all sequences in groups: SeqLens::grouped_begin
+  float* lse_log2 = nullptr;   // (heads_q, rows): tile::LseLog2, +inf for a row that sees nothing
   float* delta = nullptr;      // (heads_q, rows): <dout, out> - dlse
   int32_t* dq_turn = nullptr;  // deterministic only, zeroed: (heads_q, dq_turns_per_head, warps)
-  int64_t dq_turns_per_head = 0;  // plan.h has the numbering of query blocks
+  int64_t dq_turns_per_head = 0;  // blocks of block_m rows, grouped likewise
   int64_t rows = 0;
 };
 

@@ -14,6 +14,14 @@ struct SeqRows {
   int length;     // rows that take part (seqused, or all of them)
 };
 
+// Where sequence `batch_index`, whose first row is `begin`, starts among the rows of all sequences
+// when each sequence starts a group of `group` rows. That of (batch, rows) is enough for all.
+FLASHATTN_HOST_DEVICE int64_t grouped_begin(bool packed, int64_t rows, int64_t batch_index,
+                                            int64_t begin, int group) {
+  return packed ? (begin / group + batch_index) * group
+                : batch_index * ((rows + group - 1) / group * group);
+}
+
 // The lengths of one side (queries or keys). Device-side integers are bounded here, so that no
 // value of theirs leads outside the tensor: begin is clamped to [0, rows], the end to [begin,
 // rows], seqused to [0, end - begin].
@@ -33,6 +41,10 @@ struct SeqLens {
     int64_t length = end - begin;
     if (seqused != nullptr) length = clamp(seqused[batch_index], 0, length);
     return {begin, static_cast<int>(length)};
+  }
+
+  FLASHATTN_HOST_DEVICE int64_t grouped_begin(int64_t batch_index, int64_t begin, int group) const {
+    return flashattn::grouped_begin(packed(), rows, batch_index, begin, group);
   }
 
  private:

@@ -95,6 +95,7 @@ void place_workspace(const Plan& plan, BackwardParams& params, void* workspace) 
   char* base = static_cast<char*>(workspace);
   if (params.dq.data != nullptr) {
     params.dq_accum = reinterpret_cast<float*>(base + plan.workspace.dq_accum);
+    params.accum_rows = plan.accum_rows;
   }
   if (plan.dq_turns_per_head > 0) {
     params.dq_turn = reinterpret_cast<int32_t*>(base + plan.workspace.dq_turn);

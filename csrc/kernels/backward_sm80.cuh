@@ -21,17 +21,18 @@ namespace flashattn {
 template <DType kType, int kHeadDim, int kHeadDimV, SmemClass kSmem>
 struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
   using Base = BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem>;
+  using Base::any_large_lse, Base::load_keys, Base::load_queries, Base::store_specials,
+      Base::zero_hidden_specials;
   using Base::kBlockM, Base::kBlockN, Base::kWarps, Base::kThreads, Base::kTile;
   using Base::kGradRows, Base::kGradWarpsD, Base::kDqRows, Base::kDqWarpsD;
   using Base::kPInRegisters, Base::kScoreRows, Base::kSubM, Base::kSubs;
   using Base::kSmemV, Base::kSmemP;
-  using Base::load_keys, Base::load_queries, Base::store_specials, Base::zero_hidden_specials;
   using typename Base::E, typename Base::Roles, typename Base::Step, typename Base::Work;
   using typename Base::TileDo, typename Base::TileK, typename Base::TileP, typename Base::TileQ,
       typename Base::TileV;
 
   using Scores = tile::Accumulator<kScoreRows, kSubM>;
-  using Probabilities = tile::PackedAccumulator<kScoreRows, kSubM>;
+  using Packed = tile::PackedAccumulator<kScoreRows, kSubM>;
   using GradK = tile::Accumulator<kGradRows, kHeadDim / kGradWarpsD>;
   using GradV = tile::Accumulator<kGradRows, kHeadDimV / kGradWarpsD>;
   using GradQ = tile::Accumulator<kDqRows, kHeadDim / kDqWarpsD>;
@@ -51,7 +52,18 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
     tile::clear(p);
     tile::gemm_abt<E, kHeadDim>(p, tile::LaneAddress<TileK>(work.smem, roles.score_row, roles.rows),
                                 tile::LaneAddress<TileQ>(step.q(work), col, roles.chunks));
-    float scale_log2 = work.params.shape.softmax_scale * tile::kLog2E;
+    if (step.large_lse) {
+      exponentials<true>(work, step, col, p);
+    } else {
+      exponentials<false>(work, step, col, p);
+    }
+    hide(work, roles, step, col, p);
+  }
+
+  template <bool kLarge>
+  static __device__ __forceinline__ void exponentials(const Work& work, const Step& step, int col,
+                                                      Scores& p) {
+    float scale = work.params.shape.softmax_scale;
     uint32_t stats = step.stats(work) + (col + threadIdx.x % 4 * 2) * 4;
 #pragma unroll
     for (int n = 0; n < kSubM / 8; ++n) {
@@ -61,17 +73,16 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float lse = e % 2 ? lse_log2.y : lse_log2.x;
-          p[m][n][e] = ptx::exp2_approx(fmaf(p[m][n][e], scale_log2, -lse));
+          p[m][n][e] = kLarge ? tile::LseLog2::probability(p[m][n][e], scale, lse)
+                              : ptx::exp2_approx(fmaf(p[m][n][e], scale * tile::kLog2E, -lse));
         }
     }
-    hide(work, roles, step, col, p);
   }
 
-  // dS^T = P^T * (V dO^T - delta), for the same pairs. P^T comes rounded: its registers are free
-  // for the product that precedes this one.
+  // dS^T = P^T * (V dO^T - delta), for the same pairs.
   static __device__ __forceinline__ void score_gradients(const Work& work, const Roles& roles,
-                                                         const Step& step, int col,
-                                                         const Probabilities& p, Scores& ds) {
+                                                         const Step& step, int col, const Scores& p,
+                                                         Scores& ds) {
     tile::clear(ds);
     tile::gemm_abt<E, kHeadDimV>(
         ds, tile::LaneAddress<TileV>(work.smem + kSmemV, roles.score_row, roles.rows),
@@ -83,13 +94,17 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
 #pragma unroll
       for (int m = 0; m < kScoreRows / 16; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float2 pair = tile::unpack<E>(p[n / 2][m][n % 2 * 2 + half]);
-          ds[m][n][2 * half] = pair.x * (ds[m][n][2 * half] - delta.x);
-          ds[m][n][2 * half + 1] = pair.y * (ds[m][n][2 * half + 1] - delta.y);
+        for (int e = 0; e < 4; ++e) {
+          ds[m][n][e] = p[m][n][e] * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
         }
     }
     hide(work, roles, step, col, ds);
+  }
+
+  // Where this warp's piece of P^T or dS^T lies.
+  static __device__ __forceinline__ tile::LaneAddress<TileP> score_piece(const Roles& roles,
+                                                                         uint32_t tile) {
+    return tile::LaneAddress<TileP>(tile, roles.score_row, roles.score_rows());
   }
 
   // dV += P^T dO, dK += dS^T Q with both in registers; leaves dS^T in shared memory.
@@ -99,39 +114,39 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
       int col = sub * kSubM;
-      Scores scores;
-      Probabilities p, ds;
-      probabilities(work, roles, step, col, scores);
-      tile::pack_accumulator<E>(p, scores);
+      Scores p, ds;
+      Packed packed;
+      probabilities(work, roles, step, col, p);
       if (want_dkv) {
-        tile::gemm_ab<E, kGradWarpsD>(dv, p,
+        tile::pack_accumulator<E>(packed, p);
+        tile::gemm_ab<E, kGradWarpsD>(dv, packed,
                                       tile::LaneAddress<TileDo>(step.dout(work), col, roles.rows));
       }
-      score_gradients(work, roles, step, col, p, scores);
-      tile::pack_accumulator<E>(ds, scores);
-      tile::store_packed<TileP>(step.ds(work), roles.score_row, ds, col / 16);
+      score_gradients(work, roles, step, col, p, ds);
+      tile::pack_accumulator<E>(packed, ds);
+      tile::store_packed(score_piece(roles, step.ds(work)), packed, col);
       if (want_dkv) {
-        tile::gemm_ab<E, kGradWarpsD>(dk, ds,
+        tile::gemm_ab<E, kGradWarpsD>(dk, packed,
                                       tile::LaneAddress<TileQ>(step.q(work), col, roles.rows));
       }
     }
   }
 
   // The same through shared memory: each warp computes a piece of P^T and dS^T, and after a barrier
-  // a piece of dV and dK.
+  // of the warps that share those keys a piece of dV and dK.
   static __device__ __forceinline__ void share_scores(const Work& work, const Roles& roles,
                                                       const Step& step) {
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
       int col = roles.score_col + sub * kSubM;
-      Scores scores;
-      Probabilities p, ds;
-      probabilities(work, roles, step, col, scores);
-      tile::pack_accumulator<E>(p, scores);
-      tile::store_packed<TileP>(work.smem + kSmemP, roles.score_row, p, col / 16);
-      score_gradients(work, roles, step, col, p, scores);
-      tile::pack_accumulator<E>(ds, scores);
-      tile::store_packed<TileP>(step.ds(work), roles.score_row, ds, col / 16);
+      Scores p, ds;
+      Packed packed;
+      probabilities(work, roles, step, col, p);
+      tile::pack_accumulator<E>(packed, p);
+      tile::store_packed(score_piece(roles, work.smem + kSmemP), packed, col);
+      score_gradients(work, roles, step, col, p, ds);
+      tile::pack_accumulator<E>(packed, ds);
+      tile::store_packed(score_piece(roles, step.ds(work)), packed, col);
     }
   }
 
@@ -140,10 +155,11 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
                                                               GradV& dv) {
     if (work.params.dk.data == nullptr) return;
     tile::PackedAccumulator<kGradRows, kBlockM> a;
-    tile::load_a(a, tile::LaneAddress<TileP>(work.smem + kSmemP, roles.grad_row, roles.score_rows));
+    tile::load_a(a,
+                 tile::LaneAddress<TileP>(work.smem + kSmemP, roles.grad_row, roles.score_rows()));
     tile::gemm_ab<E, kGradWarpsD>(dv, a,
                                   tile::LaneAddress<TileDo>(step.dout(work), 0, roles.grad_cols));
-    tile::load_a(a, tile::LaneAddress<TileP>(step.ds(work), roles.grad_row, roles.score_rows));
+    tile::load_a(a, tile::LaneAddress<TileP>(step.ds(work), roles.grad_row, roles.score_rows()));
     tile::gemm_ab<E, kGradWarpsD>(dk, a,
                                   tile::LaneAddress<TileQ>(step.q(work), 0, roles.grad_cols));
   }
@@ -154,18 +170,15 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
     const BackwardParams& params = work.params;
     tile::Turn turn;
     if (params.dq_turn != nullptr) {
-      const SeqLens& lens = params.shape.seqlens_q;
-      int64_t blocks_before = lens.packed()
-                                  ? work.q_rows.begin / kBlockM + work.keys.batch
-                                  : work.keys.batch * ((lens.rows + kBlockM - 1) / kBlockM);
-      int64_t counter = step.head * params.dq_turns_per_head + blocks_before + step.block;
+      int64_t counter =
+          step.head * params.dq_turns_per_head + work.rows_before(kBlockM) / kBlockM + step.block;
       int first = work.mask.key_blocks(step.first_row(), kBlockM, kBlockN).begin;
       turn = tile::Turn(params.dq_turn + counter * kWarps + roles.warp);
       turn.wait(work.keys.block - first);
     }
-    int64_t row = step.head * params.rows + work.rows_before() + step.first_row();
-    tile::add_dq<kHeadDim, kDqWarpsD>(params.dq_accum + row * kHeadDim, roles.dq_row,
-                                      work.q_rows.length - step.first_row(), roles.dq_group, dq);
+    tile::add_dq<kHeadDim, kDqWarpsD>(
+        work.dq_sums(step.head) + int64_t{step.first_row()} * kHeadDim, roles.dq_row,
+        work.q_rows.length - step.first_row(), roles.dq_group, dq);
     turn.pass();
   }
 
@@ -215,11 +228,14 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
     load_queries(work, step);
 #pragma unroll 1
     for (int left = work.steps(); left > 0; --left) {
+      step.index =
+          __shfl_sync(~0u, step.index, 0);  // known to be uniform: so are buffers' addresses
       Step next = step.next(work);
       ptx::cp_async_wait<0>();
       special |= zero_hidden_specials(work, step);
       // This step's Q and dO are here, the last step's dS^T too, and its Q and dO are done with.
       __syncthreads();
+      step.large_lse = any_large_lse(work, step);
       if (kTile.stages == 2) load_queries(work, next);
       if constexpr (kPInRegisters) {
         key_gradients(work, roles, step, dk, dv);
@@ -228,7 +244,7 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
         share_scores(work, roles, step);
         // Between two barriers: warps that are early have something to do.
         if (step.index > 0) query_gradient(work, roles, last);
-        __syncthreads();
+        ptx::named_barrier_sync(1 + roles.warp / kGradWarpsD, 32 * kGradWarpsD);
         key_gradients_shared(work, roles, step, dk, dv);
       }
       if (kTile.stages == 1) {

@@ -2,6 +2,8 @@
 // share of them, the CTA's keys, its steps over query blocks and their copies.
 #pragma once
 
+#include <type_traits>
+
 #include "common/params.h"
 #include "plan/tile_config.h"
 #include "tile/copy.cuh"
@@ -80,10 +82,24 @@ struct BackwardSm80Work {
     Offsets rows{kRowsThenChunk}, chunks{kChunkThenRows};
     Offsets grad_cols{kRowsThenChunk, grad_group * 16};
     Offsets dq_cols{kRowsThenChunk, dq_group * 16};
-    ScoreOffsets score_rows{kRowsThenChunk};
     ScoreOffsets dq_rows{kChunkThenRows, dq_row};
+    struct Nothing {
+      __device__ __forceinline__ explicit Nothing(tile::LaneOrder) {}
+    };
+    std::conditional_t<std::is_same_v<ScoreOffsets, Offsets>, Nothing, ScoreOffsets> own_score_rows{
+        kRowsThenChunk};
 
     __device__ __forceinline__ Roles() {}
+
+    // Offsets into P^T and dS^T, those of the other tiles where slabs have one width: registers are
+    // what this kernel has least of.
+    __device__ __forceinline__ ScoreOffsets score_rows() const {
+      if constexpr (std::is_same_v<ScoreOffsets, Offsets>) {
+        return rows;
+      } else {
+        return own_score_rows;
+      }
+    }
   };
 
   // What the CTA works on: `blocks` query blocks for each of the group's heads.
@@ -101,7 +117,7 @@ struct BackwardSm80Work {
           smem(shared_memory),
           keys(tile::tile_of_cta(p.shape.seqlens_k, p.shape.batch, p.shape.heads_k, kBlockN)),
           first_key(keys.block * kBlockN),
-          q_rows(p.shape.seqlens_q.sequence(keys.batch)),
+          q_rows(tile::uniform(p.shape.seqlens_q.sequence(keys.batch))),
           mask{p.shape.mask, q_rows.length, keys.rows.length},
           blocks(mask.query_blocks(first_key, kBlockN, kBlockM)) {}
 
@@ -113,10 +129,18 @@ struct BackwardSm80Work {
     __device__ __forceinline__ int steps() const {
       return blocks_per_head() * params.shape.heads_per_group();
     }
-    // Query rows of all sequences before this one: where its row statistics and dq sums start.
+    // Query rows of all sequences before this one: where its row statistics start.
     __device__ __forceinline__ int64_t rows_before() const {
       const SeqLens& lens = params.shape.seqlens_q;
       return lens.packed() ? q_rows.begin : keys.batch * lens.rows;
+    }
+    // The same when sequences start groups of rows: where the sums of dq start, and the turns.
+    __device__ __forceinline__ int64_t rows_before(int group) const {
+      return params.shape.seqlens_q.grouped_begin(keys.batch, q_rows.begin, group);
+    }
+    __device__ __forceinline__ float* dq_sums(int head) const {
+      int64_t row = head * params.accum_rows + rows_before(kDqRowGroup);
+      return params.dq_accum + row * kHeadDim;
     }
   };
 
@@ -125,6 +149,7 @@ struct BackwardSm80Work {
     int head;
     int block;
     int index = 0;
+    bool large_lse = false;  // one of its rows has a large lse
 
     __device__ __forceinline__ explicit Step(const Work& work)
         : head(work.keys.head * work.params.shape.heads_per_group()), block(work.blocks.begin) {}
@@ -182,6 +207,17 @@ struct BackwardSm80Work {
       }
     }
     ptx::cp_async_commit();
+  }
+
+  static __device__ __forceinline__ bool any_large_lse(const Work& work, const Step& step) {
+    static_assert(kBlockM % 32 == 0, "every lane looks at as many rows");
+    bool large = false;
+#pragma unroll
+    for (int row = 0; row < kBlockM; row += 32) {
+      large |= tile::LseLog2::large(
+          ptx::load_shared_f32(step.stats(work) + (row + threadIdx.x % 32) * 4));
+    }
+    return __any_sync(~0u, large);
   }
 
   // What this thread copied for a step has arrived: sets apart the special values that a mask
@@ -269,13 +305,11 @@ struct BackwardSm80Work {
       int key = work.first_key + index / shape.headdim, col = index % shape.headdim;
       if (!tile::is_special(tile::element_at<E>(k, key, col))) continue;
       KeyRange seen = work.mask.visible_rows(key);
-      int position = col / 16 * 16 + tile::dq_accum_position(col % 16);
 #pragma unroll 1
       for (int head = keys.head * group; head < (keys.head + 1) * group; ++head)
 #pragma unroll 1
         for (int row = seen.begin; row < seen.end; ++row) {
-          int64_t sums_row = head * params.rows + work.rows_before() + row;
-          atomicAdd(params.dq_accum + sums_row * kHeadDim + position, tile::kNan);
+          atomicAdd(work.dq_sums(head) + tile::dq_accum_offset(row, col, kHeadDim), tile::kNan);
         }
     }
   }

@@ -137,7 +137,7 @@ struct ForwardSm80 {
       if (work.keys.partial(block)) {
         tile::apply_mask<false>(scores, work.mask, row, block * kBlockN, -tile::kInfinity);
       }
-      softmax.step(scores, out, scale.magnitude * tile::kLog2E);
+      softmax.step(scores, out, scale.magnitude);
       tile::PackedAccumulator<kWarpRows, kBlockN> p;
       tile::pack_accumulator<E>(p, scores);
       tile::LaneAddress<TileV> v(v_tile(work, block), 0, by_rows);
@@ -196,7 +196,7 @@ struct ForwardSm80 {
     // Under a causal mask the last queries see most keys: they start first.
     int first_row = (coord.blocks - 1 - coord.block) * kBlockM;
     if (coord.block < 0 || first_row >= coord.rows.length) return;
-    SeqRows k_rows = shape.seqlens_k.sequence(coord.batch);
+    SeqRows k_rows = tile::uniform(shape.seqlens_k.sequence(coord.batch));
     int head_k = coord.head / shape.heads_per_group();
     SequenceMask mask{shape.mask, coord.rows.length, k_rows.length};
     Work work{tile::GlobalRows(params.q, coord.batch, coord.rows, coord.head, shape.headdim),

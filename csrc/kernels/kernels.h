@@ -32,12 +32,12 @@ void run_forward_sm90(const ForwardParams& params, const ForwardSchedule& schedu
 template <DType kType>
 void run_backward_preprocess(const BackwardParams& params, void* stream);
 
-// Adds into dq_accum (in the column order of tile/dq_accum.cuh), writes dk and dv. `smem`: k227KB
+// Adds into dq_accum (in the order of tile/dq_accum.cuh), writes dk and dv. `smem`: k227KB
 // where the device runs code for sm_90.
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_backward_sm80(const BackwardParams& params, SmemClass smem, void* stream);
 
-// dq = softmax_scale * dq_accum, in dq's dtype and column order.
+// dq = softmax_scale * dq_accum, in dq's dtype and order.
 template <DType kType>
 void run_backward_postprocess(const BackwardParams& params, int accum_headdim, void* stream);
 

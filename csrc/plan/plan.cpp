@@ -19,6 +19,11 @@ int64_t count_blocks(const Problem& problem, int64_t rows, int block) {
   return problem.packed ? rows / block + problem.batch : problem.batch * ceil_div(rows, block);
 }
 
+// All query rows when each sequence starts a group.
+int64_t grouped_rows(const Problem& problem, int group) {
+  return grouped_begin(problem.packed, problem.seqlen_q, problem.batch, problem.seqlen_q, group);
+}
+
 Plan unsupported(Plan plan, const char* reason) {
   plan.supported = false;
   plan.unsupported_reason = reason;
@@ -87,8 +92,12 @@ ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
   // Where items differ, the hardware deals them as SMs become free.
   const bool equal_items = !problem.packed && (schedule.parts == 2 || !unequal_tiles);
   schedule.ctas = equal_items ? std::min<int64_t>(schedule.items, device.sm_count) : schedule.items;
-  schedule.heads_together =
-      unequal_tiles ? heads_sharing_l2(problem.batch * problem.heads_q, kv_bytes) : 1;
+  // Items of equal work go head by head, which is best for L2. Others take turns among heads, or a
+  // CTA could get the larger ones of all heads.
+  const bool whole_pairs = schedule.parts == 2 && problem.seqlen_q % (2 * plan.block_m) == 0;
+  schedule.heads_together = unequal_tiles && !whole_pairs
+                                ? heads_sharing_l2(problem.batch * problem.heads_q, kv_bytes)
+                                : 1;
   return schedule;
 }
 
@@ -101,7 +110,7 @@ WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
     end = round_up(end + 4 * elements, kWorkspaceAlignment);
     return begin;
   };
-  workspace.dq_accum = take(problem.need_dq ? row_stats * plan.accum_headdim : 0);
+  workspace.dq_accum = take(problem.heads_q * plan.accum_rows * plan.accum_headdim);
   workspace.dq_turn = take(problem.heads_q * plan.dq_turns_per_head * plan.warps);
   workspace.zeroed_bytes = end;
   workspace.lse_log2 = take(row_stats);
@@ -126,12 +135,6 @@ const char* kernel_name(Kernel kernel) {
       return "forward_sm90";
   }
   return "unknown";
-}
-
-int64_t dq_turns_per_head(const Problem& problem, int block_m) {
-  // Packed: sequence b's blocks start at begin / block_m + b; the 1 is for the last partial block.
-  if (problem.packed) return problem.seqlen_q / block_m + problem.batch + 1;
-  return problem.batch * ceil_div(problem.seqlen_q, block_m);
 }
 
 Plan make_forward_plan(const Problem& problem, const Device& device) {
@@ -175,9 +178,12 @@ Plan make_backward_plan(const Problem& problem, const Device& device) {
     plan.warps = tile.warps;
     plan.stages = tile.stages;
     plan.smem_bytes = sm80_backward_smem_bytes(dims, plan.smem);
-    plan.accum_headdim = dims.qk;
-    if (problem.deterministic && problem.need_dq) {
-      plan.dq_turns_per_head = dq_turns_per_head(problem, tile.block_m);
+    if (problem.need_dq) {
+      plan.accum_headdim = dims.qk;
+      plan.accum_rows = grouped_rows(problem, kDqRowGroup);
+      if (problem.deterministic) {
+        plan.dq_turns_per_head = grouped_rows(problem, tile.block_m) / tile.block_m;
+      }
     }
   }
   plan = check_support(plan, problem, device);

@@ -90,16 +90,13 @@ struct Plan {
   int64_t smem_bytes = 0;             // a CTA
   SmemClass smem = SmemClass::k99KB;  // which tile the backward takes
   int accum_headdim = 0;              // columns of dq_accum
-  int64_t dq_turns_per_head = 0;      // see dq_turns_per_head()
+  int64_t accum_rows = 0;             // and its rows: sequences start groups of kDqRowGroup
+  int64_t dq_turns_per_head = 0;      // and blocks of block_m, each with its counter
   ForwardSchedule schedule;           // kForwardSm90
   WorkspaceLayout workspace;
   bool supported = true;
   const char* unsupported_reason = nullptr;
 };
-
-// Query blocks of all sequences that one head's dq counters must tell apart. Block m of sequence b
-// is number  (packed ? cu_seqlens_q[b] / block_m + b : b * ceil(seqlen_q / block_m)) + m.
-int64_t dq_turns_per_head(const Problem& problem, int block_m);
 
 // Both are cheap (no allocation): every launch calls them.
 Plan make_forward_plan(const Problem& problem, const Device& device);

@@ -63,6 +63,11 @@ __device__ __forceinline__ uint16_t load_shared_u16(uint32_t shared) {
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(shared) : "memory");
   return value;
 }
+__device__ __forceinline__ float load_shared_f32(uint32_t shared) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared) : "memory");
+  return value;
+}
 __device__ __forceinline__ float2 load_shared_f2(uint32_t shared) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
@@ -103,6 +108,18 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t sha
                : "memory");
 }
 
+// The other way round: a fragment's registers to four 8x8 matrices. PTX ISA: stmatrix (sm_90).
+__device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// A barrier of `threads` threads, whole warps. PTX ISA: Parallel Synchronization, bar.sync.
+__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // c += a b, fp32 accumulators. PTX ISA: Warp-level Matrix Instructions, mma.m16n8k16.
 template <class Element>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
@@ -134,9 +151,9 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 // Four adds at 16-byte aligned addresses in one L2 transaction. PTX ISA: red (sm_90).
-__device__ __forceinline__ void red_add_v4(float* global, float4 x) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x.x),
-               "f"(x.y), "f"(x.z), "f"(x.w)
+__device__ __forceinline__ void red_add_v4(float* global, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]),
+               "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
 }
 

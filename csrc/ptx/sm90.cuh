@@ -93,7 +93,8 @@ template <int N>
 __device__ __forceinline__ void hold(float (&values)[N][4]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    asm volatile("" : "+f"(values[i][0]), "+f"(values[i][1]), "+f"(values[i][2]), "+f"(values[i][3]));
+    asm volatile(""
+                 : "+f"(values[i][0]), "+f"(values[i][1]), "+f"(values[i][2]), "+f"(values[i][3]));
   }
 }
 
@@ -144,39 +145,39 @@ struct Wgmma;
   FLASHATTN_ACC90, FLASHATTN_ACC10(9), FLASHATTN_ACC10(10), FLASHATTN_ACC10(11)
 
 // i0 to i4: the numbers of the operands behind the accumulators.
-#define FLASHATTN_WGMMA(Element, type, N, regs, i0, i1, i2, i3, i4, ...)                        \
-  template <>                                                                                   \
-  struct Wgmma<Element, N> {                                                                    \
-    static __device__ __forceinline__ void ss(float (&c)[N / 8][4], uint64_t a, uint64_t b,     \
-                                              int accumulate) {                                 \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2                                     \
-                   ", 0;\n"                                                                     \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" regs    \
-                   "}, %" #i0 ", %" #i1 ", p, 1, 1, 0, 0;\n}\n"                                 \
-                   : __VA_ARGS__                                                                \
-                   : "l"(a), "l"(b), "r"(accumulate));                                          \
-    }                                                                                           \
-    static __device__ __forceinline__ void rs(float (&c)[N / 8][4], const uint32_t (&a)[4],     \
-                                              uint64_t b) {                                     \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" regs    \
-                   "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", 1, 1, 1, 1;\n"       \
-                   : __VA_ARGS__                                                                \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                       \
-    }                                                                                           \
+#define FLASHATTN_WGMMA(Element, type, N, regs, i0, i1, i2, i3, i4, ...)                     \
+  template <>                                                                                \
+  struct Wgmma<Element, N> {                                                                 \
+    static __device__ __forceinline__ void ss(float (&c)[N / 8][4], uint64_t a, uint64_t b,  \
+                                              int accumulate) {                              \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2                                  \
+                   ", 0;\n"                                                                  \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" regs \
+                   "}, %" #i0 ", %" #i1 ", p, 1, 1, 0, 0;\n}\n"                              \
+                   : __VA_ARGS__                                                             \
+                   : "l"(a), "l"(b), "r"(accumulate));                                       \
+    }                                                                                        \
+    static __device__ __forceinline__ void rs(float (&c)[N / 8][4], const uint32_t (&a)[4],  \
+                                              uint64_t b) {                                  \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" regs \
+                   "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", 1, 1, 1, 1;\n"    \
+                   : __VA_ARGS__                                                             \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                    \
+    }                                                                                        \
   };
-#define FLASHATTN_WGMMA_TYPES(...)                \
-  FLASHATTN_WGMMA(__half, "f16", __VA_ARGS__)     \
+#define FLASHATTN_WGMMA_TYPES(...)            \
+  FLASHATTN_WGMMA(__half, "f16", __VA_ARGS__) \
   FLASHATTN_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__)
 
 FLASHATTN_WGMMA_TYPES(64, FLASHATTN_REGS30 ", " FLASHATTN_REGS2(3), 32, 33, 34, 35, 36,
                       FLASHATTN_ACC30, FLASHATTN_ACC2(3))
 FLASHATTN_WGMMA_TYPES(80, FLASHATTN_REGS30 ", " FLASHATTN_REGS10(3), 40, 41, 42, 43, 44,
                       FLASHATTN_ACC30, FLASHATTN_ACC10(3))
-FLASHATTN_WGMMA_TYPES(96, FLASHATTN_REGS30 ", " FLASHATTN_REGS10(3) ", " FLASHATTN_REGS8(4), 48,
-                      49, 50, 51, 52, FLASHATTN_ACC30, FLASHATTN_ACC10(3), FLASHATTN_ACC8(4))
+FLASHATTN_WGMMA_TYPES(96, FLASHATTN_REGS30 ", " FLASHATTN_REGS10(3) ", " FLASHATTN_REGS8(4), 48, 49,
+                      50, 51, 52, FLASHATTN_ACC30, FLASHATTN_ACC10(3), FLASHATTN_ACC8(4))
 FLASHATTN_WGMMA_TYPES(112,
-                      FLASHATTN_REGS30 ", " FLASHATTN_REGS10(3) ", " FLASHATTN_REGS10(4) ", "
-                                                                     FLASHATTN_REGS6(5),
+                      FLASHATTN_REGS30
+                      ", " FLASHATTN_REGS10(3) ", " FLASHATTN_REGS10(4) ", " FLASHATTN_REGS6(5),
                       56, 57, 58, 59, 60, FLASHATTN_ACC30, FLASHATTN_ACC10(3), FLASHATTN_ACC10(4),
                       FLASHATTN_ACC6(5))
 FLASHATTN_WGMMA_TYPES(128, FLASHATTN_REGS60 ", " FLASHATTN_REGS4(6), 64, 65, 66, 67, 68,
@@ -186,8 +187,8 @@ FLASHATTN_WGMMA_TYPES(144, FLASHATTN_REGS60 ", " FLASHATTN_REGS10(6) ", " FLASHA
 FLASHATTN_WGMMA_TYPES(160, FLASHATTN_REGS60 ", " FLASHATTN_REGS10(6) ", " FLASHATTN_REGS10(7), 80,
                       81, 82, 83, 84, FLASHATTN_ACC60, FLASHATTN_ACC10(6), FLASHATTN_ACC10(7))
 FLASHATTN_WGMMA_TYPES(176,
-                      FLASHATTN_REGS60 ", " FLASHATTN_REGS10(6) ", " FLASHATTN_REGS10(7) ", "
-                                                                     FLASHATTN_REGS8(8),
+                      FLASHATTN_REGS60
+                      ", " FLASHATTN_REGS10(6) ", " FLASHATTN_REGS10(7) ", " FLASHATTN_REGS8(8),
                       88, 89, 90, 91, 92, FLASHATTN_ACC60, FLASHATTN_ACC10(6), FLASHATTN_ACC10(7),
                       FLASHATTN_ACC8(8))
 FLASHATTN_WGMMA_TYPES(192, FLASHATTN_REGS90 ", " FLASHATTN_REGS6(9), 96, 97, 98, 99, 100,

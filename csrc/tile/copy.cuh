@@ -172,6 +172,23 @@ __device__ __forceinline__ void store_packed(uint32_t tile, int first_row,
       }
 }
 
+// The same in a loop, by addresses in ldmatrix's order (kRowsThenChunk), from column `first_col`
+// on.
+template <class Tile, int KT, int MT>
+__device__ __forceinline__ void store_packed(LaneAddress<Tile> to,
+                                             const uint32_t (&packed)[KT][MT][4], int first_col) {
+#if __CUDA_ARCH__ >= 900
+#pragma unroll
+  for (int k = 0; k < KT; ++k)
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      ptx::stmatrix_x4(to.at_any(16 * m, first_col + 16 * k), packed[k][m]);
+    }
+#else
+  store_packed<Tile>(to.tile, 0, packed, first_col / 16);
+#endif
+}
+
 template <class E, class Tile, int kColStep = 1, int MT, int NT>
 __device__ __forceinline__ void store_accumulator(uint32_t tile, int first_row,
                                                   const float (&acc)[MT][NT][4],

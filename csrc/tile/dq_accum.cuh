@@ -1,50 +1,56 @@
-// The fp32 sums of dq in global memory. Their column order is private to the backward: within a
-// group of 16 columns, the four values that a lane of mma.m16n8k16 holds in a row (columns 2t,
-// 2t+1, 8+2t, 8+2t+1) lie together, so that a lane adds 16 bytes at once.
+// The fp32 sums of dq in global memory. Their order is private to the backward: rows in groups of
+// 16, a sequence's first row starting one (SeqLens::grouped_begin); in a group, tiles of 8 columns;
+// in a tile, the accumulators of mma.m16n8k16 as they lie in registers, lane by lane. A warp adds
+// 512 bytes side by side, 16 a lane, with no move between registers.
 #pragma once
 
+#include "common/params.h"
 #include "ptx/sm80.cuh"
+#include "tile/fragment.cuh"
 
 namespace flashattn::tile {
 
-// Where column `col` of a group of 16 lies in it.
-__device__ __forceinline__ int dq_accum_position(int col) {
-  return col % 8 / 2 * 4 + col / 8 * 2 + col % 2;
+constexpr int kDqTileCols = 8;
+constexpr int kDqTileFloats = kDqRowGroup * kDqTileCols;
+
+// Where a group's values of rows g and g + 8, columns 8 tile .. 8 tile + 7, begin: 16 floats, in
+// turn two columns of row g and the same of row g + 8.
+__device__ __forceinline__ int dq_accum_row_pair(int g, int tile) {
+  return tile * kDqTileFloats + g * 16;
 }
 
-__device__ __forceinline__ void add_float4(float* global, float4 x) {
+// Where one value lies in the sums of a sequence and head.
+__device__ __forceinline__ int64_t dq_accum_offset(int row, int col, int headdim) {
+  return int64_t{row / kDqRowGroup} * kDqRowGroup * headdim +
+         dq_accum_row_pair(row % 8, col / kDqTileCols) + col % 8 / 2 * 4 + row % 16 / 8 * 2 +
+         col % 2;
+}
+
+__device__ __forceinline__ void add_float4(float* global, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   ptx::red_add_v4(global, x);
 #else
-  atomicAdd(global, x.x);
-  atomicAdd(global + 1, x.y);
-  atomicAdd(global + 2, x.z);
-  atomicAdd(global + 3, x.w);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) atomicAdd(global + i, x[i]);
 #endif
 }
 
-// Adds a warp's accumulators (rows: queries) to the `rows` x kHeadDim sums of one head at `sums`.
+// Adds a warp's accumulators (rows: queries) to the sums at `sums`, where the first of `rows` rows
+// starts a group. first_row: of the accumulators, a multiple of 16; rows past the end hold zeros.
 template <int kHeadDim, int kColStep, int MT, int NT>
 __device__ __forceinline__ void add_dq(float* sums, int first_row, int rows, int col_group,
                                        const float (&acc)[MT][NT][4]) {
-  int lane = threadIdx.x % 32;
-  int lane_row = first_row + lane / 4;
-  float* lane_sums = sums + lane_row * kHeadDim + 16 * col_group + lane % 4 * 4;
-  bool whole = first_row + 16 * MT <= rows;
+  float* lane_sums =
+      sums + first_row * kHeadDim + col_group * 2 * kDqTileFloats + threadIdx.x % 32 * 4;
 #pragma unroll
-  for (int m = 0; m < MT; ++m)
+  for (int m = 0; m < MT; ++m) {
+    if (first_row + 16 * m >= rows) break;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int row = 16 * m + 8 * half;
-      if (!whole && lane_row + row >= rows) continue;
-      float* target = lane_sums + row * kHeadDim;
-#pragma unroll
-      for (int n = 0; n < NT; n += 2) {
-        add_float4(target + 16 * kColStep * (n / 2),
-                   make_float4(acc[m][n][2 * half], acc[m][n][2 * half + 1],
-                               acc[m][n + 1][2 * half], acc[m][n + 1][2 * half + 1]));
-      }
+    for (int n = 0; n < NT; ++n) {
+      int tile = n / 2 * 2 * kColStep + n % 2;
+      add_float4(lane_sums + 16 * m * kHeadDim + tile * kDqTileFloats, acc[m][n]);
     }
+  }
 }
 
 }  // namespace flashattn::tile

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/mask.h"
+#include "ptx/sm80.cuh"
 
 namespace flashattn::tile {
 
@@ -10,7 +11,9 @@ namespace flashattn::tile {
 template <bool kKeysAreRows, int MT, int NT>
 __device__ __forceinline__ void apply_mask(float (&acc)[MT][NT][4], const SequenceMask& mask,
                                            int first_row, int first_col, float hidden) {
-  int lane = threadIdx.x % 32;
+  // Opaque in the backward: the compiler would keep what it can compute of this in registers that
+  // the loop has better use for.
+  int lane = (kKeysAreRows ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32;
 #pragma unroll
   for (int m = 0; m < MT; ++m)
 #pragma unroll

@@ -8,6 +8,12 @@
 
 namespace flashattn::tile {
 
+// All lanes hold the same values; the compiler learns it from the shuffle, and keeps what follows
+// from them in uniform registers.
+__device__ __forceinline__ SeqRows uniform(const SeqRows& rows) {
+  return {__shfl_sync(~0u, rows.begin, 0), __shfl_sync(~0u, rows.length, 0)};
+}
+
 struct TileCoord {
   int64_t batch;
   int head;
@@ -15,14 +21,9 @@ struct TileCoord {
   int blocks;  // of that sequence
   SeqRows rows;
 
-  // All lanes hold the same values; the compiler learns it from the shuffle, and keeps what follows
-  // from them in uniform registers.
   __device__ __forceinline__ TileCoord uniform() const {
-    return {__shfl_sync(~0u, batch, 0),
-            __shfl_sync(~0u, head, 0),
-            __shfl_sync(~0u, block, 0),
-            __shfl_sync(~0u, blocks, 0),
-            {__shfl_sync(~0u, rows.begin, 0), __shfl_sync(~0u, rows.length, 0)}};
+    return {__shfl_sync(~0u, batch, 0), __shfl_sync(~0u, head, 0), __shfl_sync(~0u, block, 0),
+            __shfl_sync(~0u, blocks, 0), tile::uniform(rows)};
   }
 };
 
@@ -78,8 +79,8 @@ __device__ inline TileCoord ordered_item(const SeqLens& lens, int64_t batch, int
   uint32_t items = (blocks + parts - 1) / parts;
   uint32_t group = index / (items * heads_together), within = index % (items * heads_together);
   uint32_t first_head = group * heads_together;
-  uint32_t here = min(static_cast<uint32_t>(heads_together),
-                      static_cast<uint32_t>(batch) * heads - first_head);
+  uint32_t here =
+      min(static_cast<uint32_t>(heads_together), static_cast<uint32_t>(batch) * heads - first_head);
   uint32_t batch_head = first_head + within % here, b = batch_head / heads;
   return {b, static_cast<int>(batch_head % heads), static_cast<int>(within / here),
           static_cast<int>(blocks), lens.sequence(b)};

@@ -69,7 +69,7 @@ struct LaneOffsets {
 template <class Tile>
 struct LaneAddress {
   uint32_t tile;  // the same in all lanes: it stays in a uniform register
-  const LaneOffsets<Tile::kSlabCols>& lanes;
+  LaneOffsets<Tile::kSlabCols> lanes;
 
   __device__ __forceinline__ LaneAddress(uint32_t tile_address, int first_row,
                                          const LaneOffsets<Tile::kSlabCols>& lane_offsets)
@@ -80,6 +80,13 @@ struct LaneAddress {
   __device__ __forceinline__ uint32_t at(int row, int col) const {
     constexpr int kSlabCols = Tile::kSlabCols;
     return lanes.bytes[col % kSlabCols / 16] + tile + (col / kSlabCols) * Tile::kSlabBytes +
+           row * Tile::kPitch;
+  }
+
+  // The same where `col` is known at run time only, and the offsets have no first_col.
+  __device__ __forceinline__ uint32_t at_any(int row, int col) const {
+    constexpr int kSlabCols = Tile::kSlabCols;
+    return (lanes.bytes[0] ^ (col % kSlabCols * 2)) + tile + (col / kSlabCols) * Tile::kSlabBytes +
            row * Tile::kPitch;
   }
 };

@@ -30,26 +30,30 @@ __device__ __forceinline__ uint32_t without_special(uint32_t pair) {
   return pair & ~(bits & 0x8000 ? 0xffffu : 0u) & ~(bits & 0x80000000 ? 0xffff0000u : 0u);
 }
 
-// Zeroes the special values that this thread copied; returns whether there was one.
+// Zeroes the special values that this thread copied; returns whether there was one. Looks at all of
+// it before it branches: the loads wait for each other otherwise.
 template <class E, class Tile, int kThreads>
 __device__ __forceinline__ bool zero_specials(uint32_t tile) {
   ThreadChunks<Tile, kThreads> chunks;
-  bool found = false;
+  uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < chunks.kRows; ++i)
 #pragma unroll
     for (int slab = 0; slab < chunks.kSlabs; ++slab) {
-      uint32_t address = tile + chunks.offset(i, slab);
-      uint4 x = ptx::load_shared_v4(address);
-      if (special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) |
-          special_bits<E>(x.w)) {
-        x = make_uint4(without_special<E>(x.x), without_special<E>(x.y), without_special<E>(x.z),
-                       without_special<E>(x.w));
-        ptx::store_shared_v4(address, x);
-        found = true;
-      }
+      uint4 x = ptx::load_shared_v4(tile + chunks.offset(i, slab));
+      bits |=
+          special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) | special_bits<E>(x.w);
     }
-  return found;
+  if (bits == 0) return false;
+#pragma unroll 1
+  for (int i = 0; i < chunks.kRows * chunks.kSlabs; ++i) {
+    uint32_t address = tile + chunks.offset(i / chunks.kSlabs, i % chunks.kSlabs);
+    uint4 x = ptx::load_shared_v4(address);
+    x = make_uint4(without_special<E>(x.x), without_special<E>(x.y), without_special<E>(x.z),
+                   without_special<E>(x.w));
+    ptx::store_shared_v4(address, x);
+  }
+  return true;
 }
 
 // Zeroes the special values of a whole tile whose slabs are 64 columns wide; returns whether this
@@ -62,8 +66,7 @@ __device__ __forceinline__ bool zero_specials_below(uint32_t tile, int rows, int
 #pragma unroll 2
   for (int chunk = thread; chunk < Tile::kBytes / 16; chunk += threads) {
     uint4 x = ptx::load_shared_v4(tile + 16 * chunk);
-    if (special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) |
-        special_bits<E>(x.w)) {
+    if (special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) | special_bits<E>(x.w)) {
       x = make_uint4(without_special<E>(x.x), without_special<E>(x.y), without_special<E>(x.z),
                      without_special<E>(x.w));
       ptx::store_shared_v4(tile + 16 * chunk, x);

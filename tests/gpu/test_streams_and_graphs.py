@@ -9,6 +9,7 @@ from cases import attend, call, fixed, make_inputs, packed
 from tolerance import check_problem, same_bits
 
 import flashattn
+from flashattn import _checks
 
 DTYPE = torch.bfloat16
 PROBLEMS = [
@@ -168,3 +169,13 @@ def test_busy_gpu_determinism():
         ):
             same_bits("repeated", got, right)
     torch.cuda.synchronize()
+
+
+def test_a_gpu_that_the_build_is_not_for(monkeypatch):
+    """The refusal names the GPU, what the build is for, and how to build for it."""
+    x = torch.zeros(1, 4, 1, 64, dtype=DTYPE, device="cuda")
+    _checks.gpu(x)
+    monkeypatch.setattr(_checks._plan, "kernel_image_available", lambda archs, capability: False)
+    major, minor = torch.cuda.get_device_capability()
+    with pytest.raises(NotImplementedError, match=f"FLASHATTN_CUDA_ARCHS={major}{minor}"):
+        _checks.gpu(x)
