@@ -35,9 +35,8 @@ CUtensorMap make_tensor_map(const void* data, int64_t batch, int64_t heads, int6
   auto stride = [](int64_t size, int64_t elements) {
     return size == 1 ? kAnyLegalStride : static_cast<cuuint64_t>(elements) * kElementBytes;
   };
-  const cuuint64_t sizes[4] = {
-      static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
-      static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
   const cuuint64_t strides[3] = {stride(rows, row_stride), stride(heads, head_stride),
                                  stride(batch, batch_stride)};
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};

@@ -3,6 +3,6 @@
 namespace flashattn {
 
 template void run_forward_sm90<DType::kBFloat16, 256, 256>(const ForwardParams&,
-                                                             const ForwardSchedule&, void*);
+                                                           const ForwardSchedule&, void*);
 
 }  // namespace flashattn

@@ -3,6 +3,6 @@
 namespace flashattn {
 
 template void run_forward_sm90<DType::kFloat16, 64, 64>(const ForwardParams&,
-                                                             const ForwardSchedule&, void*);
+                                                        const ForwardSchedule&, void*);
 
 }  // namespace flashattn

@@ -261,14 +261,12 @@ struct ForwardSm90 {
     }
 
    private:
-    __device__ __forceinline__ const Work& work() const {
-      return shared_.work[work_place_.slot()];
-    }
-    __device__ __forceinline__ float scale_log2() const {
+    __device__ __forceinline__ const Work& work() const { return shared_.work[work_place_.slot()]; }
+    __device__ __forceinline__ float scale() const {
       // A scale of 0 would make hidden scores NaN: the least normal number instead. The sign of a
       // negative one goes to Q.
       float scale = params_.forward.shape.softmax_scale;
-      return (scale == 0.f ? FLT_MIN : fabsf(scale)) * tile::kLog2E;
+      return scale == 0.f ? FLT_MIN : fabsf(scale);
     }
 
     // Waits for the work at work_place_.
@@ -332,12 +330,12 @@ struct ForwardSm90 {
     __device__ __forceinline__ float2 soften_carefully(int block, Softmax& softmax, Scores& scores,
                                                        Factor& factor) const {
       if (own_.partial(block)) {
-        tile::apply_mask<false>(scores, work().mask, work().first_row + 16 * warp_,
-                                block * kBlockN, -tile::kInfinity);
+        tile::apply_mask<false>(scores, work().mask, work().first_row + 16 * warp_, block * kBlockN,
+                                -tile::kInfinity);
       }
-      typename Softmax::Exponents exponents = softmax.exponents(scale_log2());
+      typename Softmax::Exponents exponents = softmax.exponents(scale() * tile::kLog2E);
       if (softmax.watching()) {
-        factor.used = softmax.raise(scores, scale_log2(), factor.rows, exponents);
+        factor.used = softmax.raise(scores, scale(), factor.rows, exponents);
       }
       return Softmax::exponentiate(scores, exponents);
     }
@@ -361,7 +359,7 @@ struct ForwardSm90 {
       if (own_.partial(block) || watching) {
         fresh = soften_carefully(block, softmax, scores, factor);
       } else {
-        fresh = Softmax::exponentiate(scores, softmax.exponents(scale_log2()));
+        fresh = Softmax::exponentiate(scores, softmax.exponents(scale() * tile::kLog2E));
       }
       // The branch depends on all probabilities: without it ptxas moves their computation below
       // the wait for P V, and nothing overlaps.
@@ -441,7 +439,8 @@ struct ForwardSm90 {
       }
     }
 
-    __device__ __forceinline__ void finish_tile(Output& out, const Factor& factor, Place last) const {
+    __device__ __forceinline__ void finish_tile(Output& out, const Factor& factor,
+                                                Place last) const {
       ptx::hold(out[0]);
       last.release(shared_.v_empty);
       rescale(out, factor);
@@ -513,8 +512,8 @@ struct ForwardSm90 {
     __device__ __forceinline__ void store_lse(const float (&lse)[2]) const {
       const RowStats& stats = params_.forward.lse;
       int lane = threadIdx.x % 32, rows = work().q_rows.length - warp_row(work());
-      float* to = stats.data + stats.offset(work().batch, work().head,
-                                            work().q_rows.begin + warp_row(work()));
+      float* to = stats.data +
+                  stats.offset(work().batch, work().head, work().q_rows.begin + warp_row(work()));
       if (lane % 4 != 0) return;
       if (lane / 4 < rows) to[lane / 4] = lse[0];
       if (lane / 4 + 8 < rows) to[lane / 4 + 8] = lse[1];
@@ -562,7 +561,8 @@ struct ForwardSm90 {
       E* out = out_rows(work());
 #pragma unroll 1
       for (int index = threadIdx.x % 32; index < rows * cols; index += 32) {
-        out[index / cols * params_.forward.out.stride.row + index % cols] = tile::from_float<E>(0.f);
+        out[index / cols * params_.forward.out.stride.row + index % cols] =
+            tile::from_float<E>(0.f);
       }
       store_lse({-tile::kInfinity, -tile::kInfinity});
       __syncwarp();
@@ -576,10 +576,10 @@ struct ForwardSm90 {
 
     const ForwardSm90Params& params_;
     Shared& shared_;
-    int warpgroup_, warp_;    // warp_ of the CTA's computing warps
-    uint64_t q_, k_, v_;      // descriptors of the first slots
-    Place place_;             // of the next block
-    QueryPlace q_place_;      // of the tile at work_place_
+    int warpgroup_, warp_;  // warp_ of the CTA's computing warps
+    uint64_t q_, k_, v_;    // descriptors of the first slots
+    Place place_;           // of the next block
+    QueryPlace q_place_;    // of the tile at work_place_
     WorkPlace work_place_;
     BlockRange own_;          // blocks that this warpgroup sees
     int leading_, trailing_;  // blocks after and before those that the tile has for others

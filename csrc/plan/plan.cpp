@@ -92,8 +92,12 @@ ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
   // Where items differ, the hardware deals them as SMs become free.
   const bool equal_items = !problem.packed && (schedule.parts == 2 || !unequal_tiles);
   schedule.ctas = equal_items ? std::min<int64_t>(schedule.items, device.sm_count) : schedule.items;
-  schedule.heads_together =
-      unequal_tiles ? heads_sharing_l2(problem.batch * problem.heads_q, kv_bytes) : 1;
+  // Items of equal work go head by head, which is best for L2. Others take turns among heads, or a
+  // CTA could get the larger ones of all heads.
+  const bool whole_pairs = schedule.parts == 2 && problem.seqlen_q % (2 * plan.block_m) == 0;
+  schedule.heads_together = unequal_tiles && !whole_pairs
+                                ? heads_sharing_l2(problem.batch * problem.heads_q, kv_bytes)
+                                : 1;
   return schedule;
 }
 

@@ -183,7 +183,8 @@ void bind_plan(py::module_& module) {
       .def_property_readonly("tiles",
                              [](const Plan& p) {
                                bool shared = p.kernel == Kernel::kForwardSm90;
-                               return shared ? int64_t{p.schedule.items} * p.schedule.parts : p.grid;
+                               return shared ? int64_t{p.schedule.items} * p.schedule.parts
+                                             : p.grid;
                              })
       .def_readonly("smem_bytes", &Plan::smem_bytes)
       .def_readonly("accum_headdim", &Plan::accum_headdim)

@@ -19,21 +19,18 @@ template <bool kFrozen>
 struct ReferenceSoftmax {
   static constexpr float kBias = kFrozen ? 20.f : 0.f;
   static constexpr float kRoom = kFrozen ? 40.f : 8.f;
-  // Scores (log2) from which on the rounding of the reference would leave the room.
-  static constexpr float kHuge = 67108864.f;
-
   enum Watch {
-    kUnsettled = 1,  // a row has no reference yet, or a huge one
+    kUnsettled = 1,  // a row has no reference yet, or a large one
     kAlarmed = 2,    // a row left its room before
   };
 
   // How scores become exponents: score * factor - minus, for the rows g and g + 8.
   struct Exponents {
-    float factor;
+    float factor[2];
     float minus[2];
   };
 
-  float peak[2];           // the references: scores * log2(e); -inf: no key yet
+  float peak[2];           // the references: encode() of a product; -inf: no key yet
   float sum[2];            // this lane's part of the rows' sums
   int watch = kUnsettled;  // why the warp looks for maxima; the same in all lanes
 
@@ -46,15 +43,16 @@ struct ReferenceSoftmax {
   __device__ __forceinline__ bool watching() const { return !kFrozen || watch != 0; }
 
   __device__ __forceinline__ Exponents exponents(float scale_log2) const {
-    return {scale_log2, {peak[0] + kBias, peak[1] + kBias}};
+    return {{scale_log2, scale_log2}, {peak[0] + kBias, peak[1] + kBias}};
   }
 
   // Raises the references of rows that leave their room. `alpha`: what to scale earlier results by;
-  // returns whether any is not 1. May turn scores into exponents, as the returned `form` says.
+  // returns whether any is not 1. Scores of rows with a large product (see tile/softmax.cuh) become
+  // differences of rounded products; `form` is for what the scores then are.
   template <int NT>
-  __device__ __forceinline__ bool raise(float (&scores)[1][NT][4], float scale_log2,
-                                        float (&alpha)[2], Exponents& form) {
-    bool moved = false, lacking = false, huge = false;
+  __device__ __forceinline__ bool raise(float (&scores)[1][NT][4], float scale, float (&alpha)[2],
+                                        Exponents& form) {
+    bool moved = false, lacking = false, is_large = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float highest = scores[0][0][2 * half];
@@ -62,22 +60,25 @@ struct ReferenceSoftmax {
       for (int n = 0; n < NT; ++n) {
         highest = fmaxf(highest, fmaxf(scores[0][n][2 * half], scores[0][n][2 * half + 1]));
       }
-      highest = quad_max(highest) * scale_log2;
-      bool above = highest - peak[half] > kRoom;
-      alpha[half] = ptx::exp2_approx(above ? peak[half] - highest : 0.f);
+      highest = encode(quad_max(highest), scale);
+      float rise = decode_log2(highest) - decode_log2(peak[half]);
+      bool above = rise > kRoom;
+      alpha[half] = ptx::exp2_approx(above ? -rise : 0.f);
       peak[half] = above ? highest : peak[half];
       sum[half] *= alpha[half];
       moved |= above;
       lacking |= peak[half] == -kInfinity;
-      huge |= fabsf(peak[half]) > kHuge;
+      is_large |= large(guarded(half));
     }
-    huge = __any_sync(~0u, huge);
-    form = {scale_log2, {guarded(0) + kBias, guarded(1) + kBias}};
-    if (huge) {
-      subtract_rounded(scores, scale_log2);
-      form = {1.f, {0.f, 0.f}};
+    is_large = __any_sync(~0u, is_large);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      bool rounded = large(guarded(half));
+      form.factor[half] = rounded ? kLog2E : scale * kLog2E;
+      form.minus[half] = kBias + (rounded ? 0.f : guarded(half));
     }
-    watch = (watch & kAlarmed) | (__any_sync(~0u, huge || lacking) ? kUnsettled : 0);
+    if (is_large) subtract_large(scores, scale);
+    watch = (watch & kAlarmed) | (__any_sync(~0u, is_large || lacking) ? kUnsettled : 0);
     return __any_sync(~0u, moved);
   }
 
@@ -90,7 +91,7 @@ struct ReferenceSoftmax {
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float p = ptx::exp2_approx(fmaf(scores[0][n][e], form.factor, -form.minus[e / 2]));
+        float p = ptx::exp2_approx(fmaf(scores[0][n][e], form.factor[e / 2], -form.minus[e / 2]));
         scores[0][n][e] = p;
         totals[e] = n == 0 ? p : totals[e] + p;
       }
@@ -119,22 +120,38 @@ struct ReferenceSoftmax {
   }
 
  private:
+  // A row's highest product: in log2 units; where that is large, twice the rounded product itself,
+  // which is above what log2 units reach.
+  static __device__ __forceinline__ float encode(float score, float scale) {
+    float product_log2 = score * (scale * kLog2E);
+    return large(product_log2) ? 2.f * __fmul_rn(score, scale) : product_log2;
+  }
+  static __device__ __forceinline__ bool large(float encoded) {
+    return fabsf(encoded) > kLargeProductLog2;
+  }
+  static __device__ __forceinline__ float decode_log2(float encoded) {
+    return large(encoded) ? encoded * (0.5f * kLog2E) : encoded;
+  }
+
   // -inf - -inf is NaN: a row without a visible key is taken relative to 0.
   __device__ __forceinline__ float guarded(int half) const {
     return peak[half] == -kInfinity ? 0.f : peak[half];
   }
 
-  // Products are rounded before a huge reference goes off, or the two would not cancel.
+  // The other rows' scores are multiplied by 1.
   template <int NT>
-  __device__ __forceinline__ void subtract_rounded(float (&scores)[1][NT][4],
-                                                   float scale_log2) const {
-    float base[2] = {guarded(0), guarded(1)};
+  __device__ __forceinline__ void subtract_large(float (&scores)[1][NT][4], float scale) const {
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+    for (int half = 0; half < 2; ++half) {
+      bool rounded = large(guarded(half));
+      float factor = rounded ? scale : 1.f, product = rounded ? 0.5f * guarded(half) : 0.f;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        scores[0][n][e] = __fmul_rn(scores[0][n][e], scale_log2) - base[e / 2] - kBias;
-      }
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          scores[0][n][e] = __fsub_rn(__fmul_rn(scores[0][n][e], factor), product);
+        }
+    }
   }
 
   // A score of +inf makes the row's outputs NaN, but not its lse.
@@ -142,7 +159,9 @@ struct ReferenceSoftmax {
     constexpr float kLn2 = 0.69314718055994531f;
     if (peak[half] == kInfinity) return kInfinity;
     if (total == 0.f) return -kInfinity;
-    return (guarded(half) + (kBias + log2f(total))) * kLn2;
+    float logarithm = kBias + log2f(total), reference = guarded(half);
+    return large(reference) ? fmaf(logarithm, kLn2, 0.5f * reference)
+                            : (reference + logarithm) * kLn2;
   }
 };
 

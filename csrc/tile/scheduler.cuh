@@ -79,8 +79,8 @@ __device__ inline TileCoord ordered_item(const SeqLens& lens, int64_t batch, int
   uint32_t items = (blocks + parts - 1) / parts;
   uint32_t group = index / (items * heads_together), within = index % (items * heads_together);
   uint32_t first_head = group * heads_together;
-  uint32_t here = min(static_cast<uint32_t>(heads_together),
-                      static_cast<uint32_t>(batch) * heads - first_head);
+  uint32_t here =
+      min(static_cast<uint32_t>(heads_together), static_cast<uint32_t>(batch) * heads - first_head);
   uint32_t batch_head = first_head + within % here, b = batch_head / heads;
   return {b, static_cast<int>(batch_head % heads), static_cast<int>(within / here),
           static_cast<int>(blocks), lens.sequence(b)};

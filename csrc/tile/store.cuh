@@ -12,7 +12,8 @@ __device__ __forceinline__ uint4 transpose_quad(uint32_t w0, uint32_t w1, uint32
   uint32_t a = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), b = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
   w0 = odd ? a : w0, w1 = odd ? w1 : a;
   w2 = odd ? b : w2, w3 = odd ? w3 : b;
-  uint32_t c = __shfl_xor_sync(~0u, upper ? w0 : w2, 2), d = __shfl_xor_sync(~0u, upper ? w1 : w3, 2);
+  uint32_t c = __shfl_xor_sync(~0u, upper ? w0 : w2, 2),
+           d = __shfl_xor_sync(~0u, upper ? w1 : w3, 2);
   return upper ? make_uint4(c, d, w2, w3) : make_uint4(w0, w1, c, d);
 }
 
