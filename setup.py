@@ -30,10 +30,11 @@ CPU = ["kernels/forward_cpu.cpp", "kernels/backward_cpu.cpp", "instances/cpu_bas
 CPU += ["instances/cpu_avx2.cpp", "instances/cpu_avx512.cpp", "kernels/cpu_kernels.cpp"]
 CUDA = ["host/cuda_device.cpp", "host/tensor_map.cpp", "instances/backward_rows.cu"]
 for dtype in ("fp16", "bf16"):
-    CUDA += [f"instances/backward_sm90_{dtype}_{dims}.cu" for dims in ("d64", "d128")]
     for dims in ("d64", "d96", "d128", "d192_128", "d192", "d256"):
         CUDA += [f"instances/{name}_sm80_{dtype}_{dims}.cu" for name in ("forward", "backward")]
         CUDA += [f"instances/forward_sm90_{dtype}_{dims}.cu"]
+    for dims in ("d64", "d128"):
+        CUDA += [f"instances/backward_sm90_{dtype}_{dims}.cu"]
 
 STRICT = os.environ.get("FLASHATTN_WERROR") == "1"
 CXX = [*shlex.split(os.environ.get("CXX", "g++")), "-O3", "-std=c++20", "-fPIC", "-Icsrc"]

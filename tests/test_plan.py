@@ -267,6 +267,25 @@ def test_who_gets_the_sm90_kernel(monkeypatch):
     assert kernel(_plan.Device("some GPU", 90, 132, 227 << 10, 228 << 10)) == "forward_sm80"
 
 
+def test_who_gets_the_sm90_backward():
+    h200 = _plan.device_by_name("h200")
+
+    def kernel(**options):
+        plan = _plan.make_backward_plan(problem(**options), h200)
+        assert plan.supported
+        return plan.kernel
+
+    for dims in ((64, 64), (8, 64), (128, 128), (96, 96), (40, 128), (128, 64)):
+        options = {"headdim": dims[0], "headdim_v": dims[1]}
+        assert kernel(**options) == kernel(**options, aligned16=False) == "backward_sm90"
+        assert kernel(**options, packed=True) == "backward_sm90"
+        # The order of the sums is dq's alone.
+        assert kernel(**options, deterministic=True) == "backward_sm80"
+        assert kernel(**options, deterministic=True, need_dq=False) == "backward_sm90"
+    for dims in ((100, 100), (136, 64), (64, 136), (192, 128), (256, 256)):
+        assert kernel(headdim=dims[0], headdim_v=dims[1]) == "backward_sm80"
+
+
 DIMS = st.sampled_from([(64, 64), (40, 72), (128, 128), (192, 128), (256, 256)])
 
 

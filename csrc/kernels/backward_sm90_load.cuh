@@ -1,0 +1,242 @@
+// How the backward for sm_90a fills shared memory: its tiles, barriers, and the warps that copy.
+#pragma once
+
+#include "host/tensor_map.h"
+#include "kernels/backward_work.cuh"
+#include "plan/tile_config.h"
+#include "ptx/sm90.cuh"
+#include "tile/copy.cuh"
+#include "tile/smem_layout.cuh"
+#include "tile/special.cuh"
+
+namespace flashattn {
+
+struct BackwardSm90Params {
+  CUtensorMap q, k, v, dout;
+  BackwardParams backward;
+};
+
+// Barriers are named after the event that completes a phase. What has landed of a block that is
+// partial, or that TMA does not reach, is full once the helpers are done with it.
+template <class TileQ, class TileK, class TileDs, int kStages>
+struct BackwardSm90Shared {
+  uint8_t k[TileK::kBytes], v[TileK::kBytes];
+  uint8_t q[kStages][TileQ::kBytes], dout[kStages][TileQ::kBytes];
+  uint8_t ds[2][TileDs::kBytes];  // [query][key]
+  float lse_log2[kStages][TileQ::kRows], delta[kStages][TileQ::kRows];
+  uint64_t k_full, k_landed, v_full;
+  uint64_t q_full[kStages], q_landed[kStages], q_empty[kStages];
+  uint64_t dout_full[kStages], dout_landed[kStages], dout_empty[kStages];
+  uint64_t ds_full[2], ds_empty[2];
+  int special;  // a NaN or Inf was taken out
+
+  // By one thread.
+  __device__ __forceinline__ void init(int math_warps, int dq_warps) {
+    auto init = [](uint64_t& barrier, int arrivals) {
+      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+    };
+    init(k_full, 1), init(k_landed, 1), init(v_full, 1);
+    for (int i = 0; i < kStages; ++i) {
+      init(q_full[i], 1), init(q_landed[i], 1), init(q_empty[i], math_warps);
+      init(dout_full[i], 1), init(dout_landed[i], 1), init(dout_empty[i], math_warps);
+    }
+    for (int i = 0; i < 2; ++i) init(ds_full[i], math_warps), init(ds_empty[i], dq_warps);
+    special = 0;
+    ptx::fence_mbarrier_init();
+  }
+};
+
+template <DType kType, int kHeadDim>
+struct BackwardSm90Load {
+  static constexpr Sm90BackwardTile kTile = sm90_backward_tile(kHeadDim);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kThreads = 32 * kSm90BackwardWarps;
+
+  using E = tile::Element<kType>;
+  using TileK = tile::SmemTile<kBlockN, kHeadDim>;
+  using TileQ = tile::SmemTile<kBlockM, kHeadDim>;
+  using TileDs = tile::SmemTile<kBlockM, kBlockN>;
+  using Shared = BackwardSm90Shared<TileQ, TileK, TileDs, kStages>;
+  static_assert(sizeof(Shared) <= sm90_backward_smem_bytes(kHeadDim), "the planner's figure");
+
+  enum NamedBarrier { kHelped = 1, kStored = 2 };
+
+  // A step's slot in a ring of kSlots, and the parity of its phase.
+  template <int kSlots>
+  struct Place {
+    int slot;
+    uint32_t parity;
+    __device__ __forceinline__ explicit Place(int index)
+        : slot(index % kSlots), parity(index / kSlots & 1) {}
+  };
+
+  static __device__ __forceinline__ uint32_t address(const void* shared) {
+    return ptx::shared_address(shared);
+  }
+  static __device__ __forceinline__ void wait(const uint64_t& barrier, uint32_t parity) {
+    ptx::mbarrier_wait(address(&barrier), parity);
+  }
+  // One arrival for the warp.
+  static __device__ __forceinline__ void arrive(const uint64_t& barrier) {
+    ptx::mbarrier_arrive_elect(address(&barrier));
+  }
+
+  // One thread: starts the copies by TMA.
+  struct Copies {
+    const BackwardSm90Params& params;
+    Shared& shared;
+    BackwardWork work;
+
+    template <class Tile>
+    __device__ __forceinline__ void load(const CUtensorMap& map, const uint8_t* to,
+                                         const uint64_t& full, int row, int head,
+                                         const SeqLens& lens) const {
+      int batch = lens.packed() ? 0 : static_cast<int>(work.keys.batch);
+#pragma unroll 1
+      for (int slab = 0; slab < Tile::kCols / 64; ++slab) {
+        ptx::tma_load_4d(address(to) + slab * Tile::kSlabBytes, &map, address(&full), 64 * slab,
+                         row, head, batch);
+      }
+    }
+
+    __device__ __forceinline__ void load_keys() const {
+      const BackwardParams& backward = params.backward;
+      const SeqLens& lens = backward.shape.seqlens_k;
+      int row = static_cast<int>(work.keys.rows.begin) + work.first_key;
+      if (backward.k.aligned16) {
+        uint64_t& k_full = work.blocks.any_partial() ? shared.k_landed : shared.k_full;
+        ptx::mbarrier_arrive_expect(address(&k_full), TileK::kBytes);
+        load<TileK>(params.k, shared.k, k_full, row, work.keys.head, lens);
+      }
+      if (backward.v.aligned16) {
+        ptx::mbarrier_arrive_expect(address(&shared.v_full), TileK::kBytes);
+        load<TileK>(params.v, shared.v, shared.v_full, row, work.keys.head, lens);
+      }
+    }
+
+    // A block of Q or dO, if TMA reaches it, and its row statistics.
+    __device__ __forceinline__ void load_rows(const CUtensorMap& map, bool reached,
+                                              const uint8_t* to, const float* stats_to,
+                                              const float* stats, const uint64_t& full,
+                                              const BackwardStep& step) const {
+      int row = step.block * kBlockM;
+      ptx::mbarrier_arrive_expect(address(&full), (reached ? TileQ::kBytes : 0) + 4 * kBlockM);
+      if (reached) {
+        load<TileQ>(map, to, full, static_cast<int>(work.q_rows.begin) + row, step.head,
+                    params.backward.shape.seqlens_q);
+      }
+      ptx::bulk_load(address(stats_to), stats + work.sums_row(step.head) + row, 4 * kBlockM,
+                     address(&full));
+    }
+
+    __device__ __forceinline__ void run() const {
+      const BackwardParams& backward = params.backward;
+      load_keys();
+      BackwardStep step(work);
+#pragma unroll 1
+      for (int left = work.steps(); left > 0; --left, step.advance(work)) {
+        Place<kStages> place(step.index);
+        int slot = place.slot;
+        bool partial = work.blocks.partial(step.block);
+        wait(shared.q_empty[slot], place.parity ^ 1);
+        load_rows(params.q, backward.q.aligned16, shared.q[slot], shared.lse_log2[slot],
+                  backward.lse_log2,
+                  partial || !backward.q.aligned16 ? shared.q_landed[slot] : shared.q_full[slot],
+                  step);
+        wait(shared.dout_empty[slot], place.parity ^ 1);
+        load_rows(
+            params.dout, backward.dout.aligned16, shared.dout[slot], shared.delta[slot],
+            backward.delta,
+            partial || !backward.dout.aligned16 ? shared.dout_landed[slot] : shared.dout_full[slot],
+            step);
+      }
+    }
+  };
+
+  // Three warps: copy what TMA can't reach, element by element, and set apart the special values
+  // that a mask could hide (tile/special.cuh).
+  struct Helpers {
+    static constexpr int kHelpers = 96;  // threads
+
+    const BackwardParams& params;
+    Shared& shared;
+    const BackwardWork& work;
+
+    static __device__ __forceinline__ int thread() { return threadIdx.x % 128 - 32; }
+    static __device__ __forceinline__ void sync() { ptx::named_barrier_sync(kHelped, kHelpers); }
+
+    template <class Tile>
+    __device__ __forceinline__ void copy(const uint8_t* to, const ConstTensor& tensor, SeqRows rows,
+                                         int head, int headdim, int first_row) const {
+      tile::load_tile_pairs<Tile>(address(to),
+                                  tile::GlobalRows(tensor, work.keys.batch, rows, head, headdim),
+                                  first_row, thread(), kHelpers);
+      sync();
+    }
+
+    template <class Tile>
+    __device__ __forceinline__ void scan(const uint8_t* tile) const {
+      if (tile::zero_specials_below<E, Tile>(address(tile), Tile::kRows, thread(), kHelpers)) {
+        shared.special = 1;
+      }
+    }
+
+    // What all helpers wrote is there for the tensor cores.
+    __device__ __forceinline__ void publish(const uint64_t& full) const {
+      ptx::fence_async_shared();
+      sync();
+      if (thread() == 0) ptx::mbarrier_arrive(address(&full));
+    }
+
+    __device__ __forceinline__ void keys() const {
+      bool partial = work.blocks.any_partial();
+      if (!params.k.aligned16) {
+        copy<TileK>(shared.k, params.k, work.keys.rows, work.keys.head, params.shape.headdim,
+                    work.first_key);
+      } else if (partial) {
+        wait(shared.k_landed, 0);
+      }
+      if (partial) scan<TileK>(shared.k);
+      if (partial || !params.k.aligned16) publish(shared.k_full);
+      if (params.v.aligned16) return;
+      copy<TileK>(shared.v, params.v, work.keys.rows, work.keys.head, params.shape.headdim_v,
+                  work.first_key);
+      publish(shared.v_full);
+    }
+
+    // A block of Q or dO whose statistics, and what TMA reaches of it, have `landed`.
+    __device__ __forceinline__ void rows(const BackwardStep& step, const ConstTensor& tensor,
+                                         int headdim, const uint8_t* tile, const uint64_t& landed,
+                                         uint32_t parity, const uint64_t& full) const {
+      wait(landed, parity);
+      if (!tensor.aligned16) {
+        copy<TileQ>(tile, tensor, work.q_rows, step.head, headdim, step.block * kBlockM);
+      }
+      if (work.blocks.partial(step.block)) scan<TileQ>(tile);
+      publish(full);
+    }
+
+    __device__ __forceinline__ void run() const {
+      keys();
+      uint32_t q_parities = 0, dout_parities = 0;  // of the landed phases, a bit a slot
+      BackwardStep step(work);
+#pragma unroll 1
+      for (int left = work.steps(); left > 0; --left, step.advance(work)) {
+        int slot = step.index % kStages;
+        bool partial = work.blocks.partial(step.block);
+        if (partial || !params.q.aligned16) {
+          rows(step, params.q, params.shape.headdim, shared.q[slot], shared.q_landed[slot],
+               q_parities >> slot & 1, shared.q_full[slot]);
+          q_parities ^= 1u << slot;
+        }
+        if (partial || !params.dout.aligned16) {
+          rows(step, params.dout, params.shape.headdim_v, shared.dout[slot],
+               shared.dout_landed[slot], dout_parities >> slot & 1, shared.dout_full[slot]);
+          dout_parities ^= 1u << slot;
+        }
+      }
+    }
+  };
+};
+
+}  // namespace flashattn
