@@ -282,6 +282,8 @@ def test_who_gets_the_sm90_backward():
         # The order of the sums is dq's alone.
         assert kernel(**options, deterministic=True) == "backward_sm80"
         assert kernel(**options, deterministic=True, need_dq=False) == "backward_sm90"
+    assert kernel(seqlen_k=64) == kernel(packed=True, seqlen_k=128) == "backward_sm80"
+    assert kernel(seqlen_k=65) == kernel(packed=True, seqlen_k=130) == "backward_sm90"
     for dims in ((100, 100), (136, 64), (64, 136), (192, 128), (256, 256)):
         assert kernel(headdim=dims[0], headdim_v=dims[1]) == "backward_sm80"
 

@@ -174,6 +174,11 @@ const char* why_not_backward_sm90(const Problem& problem) {
   if (problem.headdim > kSm90BackwardHeadDim || problem.headdim_v > kSm90BackwardHeadDim) {
     return "the sm_90a kernel has head dims up to 128";
   }
+  const int64_t keys =
+      problem.packed ? problem.seqlen_k / std::max<int64_t>(problem.batch, 1) : problem.seqlen_k;
+  if (keys <= sm90_backward_tile(kSm90BackwardHeadDim).block_n / 2) {
+    return "the keys of a sequence fill at most half of the sm_90a kernel's tile";
+  }
   return nullptr;
 }
 
