@@ -3,8 +3,8 @@ its reference for the softmax where it can, and must notice where it cannot."""
 
 import pytest
 import torch
-from cases import attend, fixed, make_inputs, packed
-from tolerance import check_problem, same_bits, same_result
+from cases import attend, expected, fixed, make_inputs, packed
+from tolerance import same_bits, same_nonfinite, same_result, score_noise
 
 KINDS = ["rising", "falling", "spikes", "40"]
 PROBLEMS = [
@@ -23,13 +23,27 @@ def of_kind(problem, kind):
     return type(problem)(**vars(problem) | {"values": kind})
 
 
+def check_wild(problem, inputs, got):
+    """Plain PyTorch in 16 bits is no measure here, it overflows. What fp32 scores err by changes P
+    by that factor, and rounding P or the output is a step; no row is larger than v."""
+    exact = expected(problem, inputs, backward=False)
+    noise = 4 * score_noise(problem, inputs)
+    allowed = (4 * torch.finfo(got.out.dtype).eps + noise) * float(inputs.v.abs().max())
+    for name, bound in (("out", allowed), ("lse", max(1e-5, noise))):
+        tensor, wanted = getattr(got, name), getattr(exact, name)
+        same_nonfinite(name, tensor, wanted)
+        finite = torch.isfinite(wanted)
+        error = (tensor.double() - wanted)[finite].abs().max()
+        assert error <= bound, f"{name}: max error {error:.3e}, allowed {bound:.3e}"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_forward(problem, kind, device, dtype):
     problem = of_kind(problem, kind)
     inputs = make_inputs(problem, device, dtype)
     got = attend(problem, inputs, backward=False)
-    check_problem(problem, inputs, got, backward=False)
+    check_wild(problem, inputs, got)
     same_result(attend(problem, inputs, backward=False), got)
 
 

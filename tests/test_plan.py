@@ -259,7 +259,12 @@ def test_who_gets_the_sm90_kernel(monkeypatch):
 
     assert kernel(h200) == kernel(h200, aligned16=False) == "forward_sm90"
     assert kernel(h200, headdim=100) == kernel(h200, headdim_v=36) == "forward_sm80"
-    for archs, sm90 in (("80+PTX;90a", True), ("80;90", False), ("90+PTX", False), ("80+PTX", False)):
+    for archs, sm90 in (
+        ("80+PTX;90a", True),
+        ("80;90", False),
+        ("90+PTX", False),
+        ("80+PTX", False),
+    ):
         device = _plan.Device("some GPU", 90, 132, 227 << 10, 228 << 10, archs)
         assert kernel(device) == ("forward_sm90" if sm90 else "forward_sm80")
     assert kernel(_plan.Device("B200", 100, 148, 227 << 10, 228 << 10)) == "forward_sm80"

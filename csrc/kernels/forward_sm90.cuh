@@ -7,9 +7,8 @@
 #include <cfloat>
 
 #include "host/launch.cuh"
-#include "kernels/forward_sm90_work.cuh"
+#include "kernels/forward_sm90_load.cuh"
 #include "kernels/kernels.h"
-#include "tile/copy.cuh"
 #include "tile/mask_apply.cuh"
 #include "tile/reference_softmax.cuh"
 #include "tile/rescore.cuh"
@@ -18,597 +17,397 @@
 
 namespace flashattn {
 
-template <DType kType, int kHeadDim, int kHeadDimV>
-struct ForwardSm90 {
-  static constexpr Sm90ForwardTile kTile = sm90_forward_tile({kHeadDim, kHeadDimV});
-  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
-  static constexpr int kWarpgroups = kBlockM / 64;  // that compute
-  static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  static constexpr int kRegisters = kWarpgroups == 2 ? 232 : 160;
-  static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kHelperWarps = 3;
-
-  using E = tile::Element<kType>;
-  using TileQ = tile::SmemTile<kBlockM, round_up_64(kHeadDim)>;
-  using TileK = tile::SmemTile<kBlockN, round_up_64(kHeadDim)>;
-  using TileV = tile::SmemTile<kBlockN, round_up_64(kHeadDimV)>;
+// One of the warpgroups that compute.
+template <class Config>
+class ForwardSm90Consumer {
+  using E = typename Config::E;
+  using Shared = typename Config::Shared;
   using Work = ForwardSm90Work;
-  using Shared = ForwardSm90Shared<TileQ, TileK, TileV, kTile.stages, kTile.query_stages>;
-  static_assert(sizeof(Shared) <= sm90_forward_smem_bytes({kHeadDim, kHeadDimV}));
-
-  using Place = RingPlace<kTile.stages>;  // of K and V
-  using QueryPlace = RingPlace<kTile.query_stages>;
-  using WorkPlace = RingPlace<Shared::kWorks>;
-
+  using Place = typename Config::Place;
+  using QueryPlace = typename Config::QueryPlace;
+  using WorkPlace = typename Config::WorkPlace;
+  using TileQ = typename Config::TileQ;
+  using TileK = typename Config::TileK;
+  using TileV = typename Config::TileV;
+  static constexpr int kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+  static constexpr int kHeadDimV = Config::kHeadDimV;
   using Scores = tile::Accumulator<16, kBlockN>;
   using Output = tile::Accumulator<16, kHeadDimV>;
   using Packed = tile::PackedAccumulator<16, kBlockN>;
   // Probabilities in bf16 have fp32's range.
-  using Softmax = tile::ReferenceSoftmax<kType == DType::kBFloat16>;
+  using Softmax = tile::ReferenceSoftmax<Config::kType == DType::kBFloat16>;
 
-  enum NamedBarrier { kHelped = 1, kQueriesPrepared = 2 };  // the latter: one a warpgroup
+ public:
+  __device__ __forceinline__ ForwardSm90Consumer(const ForwardSm90Params& params, Shared& shared)
+      : params_(params),
+        shared_(shared),
+        warpgroup_(tile::warp_index() / 4 - 1),
+        warp_(tile::warp_index() - 4),
+        q_(ptx::wgmma_descriptor(ptx::shared_address(shared.q) + warpgroup_ * 64 * TileQ::kPitch)),
+        k_(ptx::wgmma_descriptor(ptx::shared_address(shared.k))),
+        v_(ptx::wgmma_descriptor(ptx::shared_address(shared.v), TileV::kSlabBytes)) {}
 
-  static __device__ __forceinline__ uint32_t address(const void* shared) {
-    return ptx::shared_address(shared);
-  }
-
-  // One thread starts the copy of a tile: boxes of 64 columns, one below the other.
-  template <class Tile>
-  static __device__ __forceinline__ void load(const CUtensorMap& map, const uint8_t* tile,
-                                              uint64_t& full, int row, int head, int batch) {
-    if (threadIdx.x % 32 != 0) return;
-    ptx::mbarrier_arrive_expect(address(&full), Tile::kBytes);
-#pragma unroll
-    for (int slab = 0; slab < Tile::kCols / 64; ++slab) {
-      ptx::tma_load_4d(address(tile) + slab * Tile::kSlabBytes, &map, address(&full), 64 * slab,
-                       row, head, batch);
-    }
-  }
-
-  // One warp: deals the tiles and starts the copies by TMA.
-  class Producer {
-   public:
-    __device__ __forceinline__ Producer(const ForwardSm90Params& params, Shared& shared)
-        : params_(params), shared_(shared), cursor_(params) {}
-
-    // The work after a tile's is announced once its first block is under way; the first work after
-    // a tile without blocks.
-    __device__ __forceinline__ void run() {
-      BlockRange keys = {0, 0, 0, 0};
-      int k_row = 0, k_batch = 0, head = 0;
+  __device__ __forceinline__ void run() {
+    next_work();
 #pragma unroll 1
-      while (true) {
-        int block = keys.end - 1;
-        load_block(keys, block, k_row, head, k_batch);
-        announce();
-#pragma unroll 1
-        while (--block >= keys.begin) load_block(keys, block, k_row, head, k_batch);
-        const Work& work = shared_.work[work_place_.slot()];
-        work_place_.advance();
-        if (work.none()) return;
-        keys = work.keys;
-        k_row = static_cast<int>(work.k_rows.begin);
-        k_batch = batch(params_.forward.shape.seqlens_k, work);
-        head = work.head_k;
-      }
-    }
-
-   private:
-    // With two buffers the queries come a tile ahead.
-    static constexpr bool kEarlyQueries = kTile.query_stages > 1;
-
-    // Publishes the next work.
-    __device__ __forceinline__ void announce() {
-      work_place_.wait_empty(shared_.work_empty);
-      cursor_.next(shared_.work[work_place_.slot()]);
-      work_place_.release(shared_.work_full);
-      if (kEarlyQueries) load_queries(work_place_);
-    }
-
-    // Packed tensors are one batch, in which a sequence starts at a row.
-    static __device__ __forceinline__ int batch(const SeqLens& lens, const Work& work) {
-      return lens.packed() ? 0 : static_cast<int>(work.batch);
-    }
-
-    __device__ __forceinline__ void load_queries(WorkPlace at) {
-      const Work& work = shared_.work[at.slot()];
-      if (work.none() || work.keys.empty() || !params_.forward.q.aligned16) return;
-      q_place_.wait_empty(shared_.q_empty);
-      load<TileQ>(params_.q, shared_.q[q_place_.slot()], shared_.q_full[q_place_.slot()],
-                  static_cast<int>(work.q_rows.begin) + work.first_row, work.head,
-                  batch(params_.forward.shape.seqlens_q, work));
-      q_place_.advance();
-    }
-
-    __device__ __forceinline__ void load_block(const BlockRange& keys, int block, int k_row,
-                                               int head, int k_batch) {
-      if (block < keys.begin) return;
-      int slot = place_.slot(), row = k_row + block * kBlockN;
-      if (params_.forward.k.aligned16) {
-        place_.wait_empty(shared_.k_empty);
-        load<TileK>(params_.k, shared_.k[slot], shared_.k_full[slot], row, head, k_batch);
-      }
-      if (!kEarlyQueries && block == keys.end - 1) load_queries(WorkPlace{work_place_.count - 1});
-      if (params_.forward.v.aligned16) {
-        place_.wait_empty(shared_.v_empty);
-        uint64_t& full = keys.partial(block) ? shared_.v_landed[slot] : shared_.v_full[slot];
-        load<TileV>(params_.v, shared_.v[slot], full, row, head, k_batch);
-      }
-      place_.advance();
-    }
-
-    const ForwardSm90Params& params_;
-    Shared& shared_;
-    ForwardSm90Cursor<kBlockM, kBlockN> cursor_;
-    Place place_;
-    QueryPlace q_place_;
-    WorkPlace work_place_;  // of the work to announce next, or announced last
-  };
-
-  // kHelperWarps warps: copy what TMA can't reach, element by element, and take the NaN and Inf out
-  // of partial blocks of V (see tile/special.cuh).
-  class Helper {
-   public:
-    __device__ __forceinline__ Helper(const ForwardParams& params, Shared& shared)
-        : params_(params), shared_(shared) {}
-
-    __device__ __forceinline__ void run() {
-#pragma unroll 1
-      for (WorkPlace at;; at.advance()) {
-        at.wait_full(shared_.work_full);
-        const Work& work = shared_.work[at.slot()];
-        if (work.none()) return;
-        help(work);
-        __syncwarp();
-        at.release(shared_.work_empty);
-      }
-    }
-
-   private:
-    static constexpr int kThreadsHere = 32 * kHelperWarps;
-
-    static __device__ __forceinline__ int thread() {
-      return threadIdx.x % 128 - (128 - kThreadsHere);
-    }
-
-    __device__ __forceinline__ void help(const Work& work) {
-      const BlockRange& keys = work.keys;  // read again in each step: registers are few
-      if (!params_.q.aligned16 && !keys.empty()) {
-        q_place_.wait_empty(shared_.q_empty);
-        copy<TileQ>(shared_.q[q_place_.slot()], params_.q, work.batch, work.q_rows, work.head,
-                    params_.shape.headdim, work.first_row);
-        publish(shared_.q_full[q_place_.slot()]);
-        q_place_.advance();
-      }
-#pragma unroll 1
-      for (int block = keys.end - 1; block >= keys.begin; --block, place_.advance()) {
-        if (!params_.k.aligned16) {
-          place_.wait_empty(shared_.k_empty);
-          copy<TileK>(shared_.k[place_.slot()], params_.k, work.batch, work.k_rows, work.head_k,
-                      params_.shape.headdim, block * kBlockN);
-          publish(shared_.k_full[place_.slot()]);
-        }
-        values(work, block, keys.partial(block));
-      }
-    }
-
-    __device__ __forceinline__ void values(const Work& work, int block, bool partial) {
-      int slot = place_.slot();
-      if (!params_.v.aligned16) {
-        place_.wait_empty(shared_.v_empty);
-        copy<TileV>(shared_.v[slot], params_.v, work.batch, work.k_rows, work.head_k,
-                    params_.shape.headdim_v, block * kBlockN);
-        ptx::barrier_sync(kHelped, kThreadsHere);
-      } else if (partial) {
-        ptx::mbarrier_wait(address(&shared_.v_landed[slot]), landed_parities_ >> slot & 1);
-        landed_parities_ ^= 1u << slot;
+    while (leading_ != kNone) {
+      if (own_.empty()) {
+        pass_by();
       } else {
-        return;
+        attend();
       }
-      int rows = work.k_rows.length - block * kBlockN;
-      if (partial && tile::zero_specials_below<E, TileV>(address(shared_.v[slot]), rows, thread(),
-                                                         kThreadsHere)) {
-        shared_.special = 1;
-      }
-      publish(shared_.v_full[slot]);
     }
+  }
 
-    template <class Tile>
-    __device__ __forceinline__ void copy(const uint8_t* tile, const ConstTensor& tensor,
-                                         int64_t batch, SeqRows rows, int head, int headdim,
-                                         int first_row) const {
-      tile::load_tile_pairs<Tile>(address(tile),
-                                  tile::GlobalRows(tensor, batch, rows, head, headdim), first_row,
-                                  thread(), kThreadsHere);
-    }
+ private:
+  __device__ __forceinline__ const Work& work() const { return shared_.work[work_place_.slot()]; }
+  __device__ __forceinline__ float scale() const {
+    // A scale of 0 would make hidden scores NaN: the least normal number instead. The sign of a
+    // negative one goes to Q.
+    float scale = params_.forward.shape.softmax_scale;
+    return scale == 0.f ? FLT_MIN : fabsf(scale);
+  }
 
-    // What all helpers wrote is there for the tensor cores.
-    __device__ __forceinline__ void publish(uint64_t& full) const {
-      ptx::fence_async_shared();
-      ptx::barrier_sync(kHelped, kThreadsHere);
-      if (thread() == 0) ptx::mbarrier_arrive(address(&full));
-    }
+  // Waits for the work at work_place_.
+  __device__ __forceinline__ void next_work() {
+    work_place_.wait_full(shared_.work_full);
+    const Work& work = this->work();
+    const BlockRange& own = work.own[warpgroup_];
+    own_ = {__shfl_sync(~0u, own.begin, 0), __shfl_sync(~0u, own.end, 0),
+            __shfl_sync(~0u, own.full_begin, 0), __shfl_sync(~0u, own.full_end, 0)};
+    leading_ = __shfl_sync(~0u, work.none() ? kNone : work.keys.end - own.end, 0);
+    trailing_ = own_.begin - __shfl_sync(~0u, work.keys.begin, 0);
+  }
 
-    const ForwardParams& params_;
-    Shared& shared_;
-    Place place_;
-    QueryPlace q_place_;
-    uint32_t landed_parities_ = 0;  // a bit a slot
-  };
-
-  // One of the warpgroups that compute.
-  class Consumer {
-   public:
-    __device__ __forceinline__ Consumer(const ForwardSm90Params& params, Shared& shared)
-        : params_(params),
-          shared_(shared),
-          warpgroup_(tile::warp_index() / 4 - 1),
-          warp_(tile::warp_index() - 4),
-          q_(ptx::wgmma_descriptor(address(shared.q) + warpgroup_ * 64 * TileQ::kPitch)),
-          k_(ptx::wgmma_descriptor(address(shared.k))),
-          v_(ptx::wgmma_descriptor(address(shared.v), TileV::kSlabBytes)) {}
-
-    __device__ __forceinline__ void run() {
-      next_work();
+  // Blocks that other warpgroups of the CTA see.
+  __device__ __forceinline__ void skip(int blocks) {
 #pragma unroll 1
-      while (leading_ != kNone) {
-        if (own_.empty()) {
-          pass_by();
-        } else {
-          attend();
-        }
-      }
-    }
-
-   private:
-    __device__ __forceinline__ const Work& work() const { return shared_.work[work_place_.slot()]; }
-    __device__ __forceinline__ float scale() const {
-      // A scale of 0 would make hidden scores NaN: the least normal number instead. The sign of a
-      // negative one goes to Q.
-      float scale = params_.forward.shape.softmax_scale;
-      return scale == 0.f ? FLT_MIN : fabsf(scale);
-    }
-
-    // Waits for the work at work_place_.
-    __device__ __forceinline__ void next_work() {
-      work_place_.wait_full(shared_.work_full);
-      const Work& work = this->work();
-      const BlockRange& own = work.own[warpgroup_];
-      own_ = {__shfl_sync(~0u, own.begin, 0), __shfl_sync(~0u, own.end, 0),
-              __shfl_sync(~0u, own.full_begin, 0), __shfl_sync(~0u, own.full_end, 0)};
-      leading_ = __shfl_sync(~0u, work.none() ? kNone : work.keys.end - own.end, 0);
-      trailing_ = own_.begin - __shfl_sync(~0u, work.keys.begin, 0);
-    }
-
-    // Blocks that other warpgroups of the CTA see.
-    __device__ __forceinline__ void skip(int blocks) {
-#pragma unroll 1
-      for (; blocks > 0; --blocks, place_.advance()) {
-        place_.wait_full(shared_.k_full);
-        place_.release(shared_.k_empty);
-        place_.wait_full(shared_.v_full);
-        place_.release(shared_.v_empty);
-      }
-    }
-
-    // Starts S = Q K^T.
-    __device__ __forceinline__ void start_scores(Scores& scores) const {
+    for (; blocks > 0; --blocks, place_.advance()) {
       place_.wait_full(shared_.k_full);
-      uint64_t q = ptx::wgmma_advance(q_, q_place_.slot() * TileQ::kBytes);
-      uint64_t k = ptx::wgmma_advance(k_, place_.slot() * TileK::kBytes);
-      ptx::wgmma_fence();
+      place_.release(shared_.k_empty);
+      place_.wait_full(shared_.v_full);
+      place_.release(shared_.v_empty);
+    }
+  }
+
+  // Starts S = Q K^T.
+  __device__ __forceinline__ void start_scores(Scores& scores) const {
+    place_.wait_full(shared_.k_full);
+    uint64_t q = ptx::wgmma_advance(q_, q_place_.slot() * TileQ::kBytes);
+    uint64_t k = ptx::wgmma_advance(k_, place_.slot() * TileK::kBytes);
+    ptx::wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kHeadDim / 16; ++step) {
-        int slab = step / 4, within = step % 4 * 32;
-        ptx::Wgmma<E, kBlockN>::ss(
-            scores[0], ptx::wgmma_advance(q, slab * TileQ::kSlabBytes + within),
-            ptx::wgmma_advance(k, slab * TileK::kSlabBytes + within), step > 0);
-      }
-      ptx::wgmma_commit();
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      int slab = step / 4, within = step % 4 * 32;
+      ptx::Wgmma<E, kBlockN>::ss(
+          scores[0], ptx::wgmma_advance(q, slab * TileQ::kSlabBytes + within),
+          ptx::wgmma_advance(k, slab * TileK::kSlabBytes + within), step > 0);
     }
+    ptx::wgmma_commit();
+  }
 
-    // Starts O += P V.
-    __device__ __forceinline__ void start_values(Output& out, const Packed& p, Place place) const {
-      place.wait_full(shared_.v_full);
-      uint64_t v = ptx::wgmma_advance(v_, place.slot() * TileV::kBytes);
-      ptx::wgmma_fence();
+  // Starts O += P V.
+  __device__ __forceinline__ void start_values(Output& out, const Packed& p, Place place) const {
+    place.wait_full(shared_.v_full);
+    uint64_t v = ptx::wgmma_advance(v_, place.slot() * TileV::kBytes);
+    ptx::wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kBlockN / 16; ++step) {
-        ptx::Wgmma<E, kHeadDimV>::rs(out[0], p[step][0],
-                                     ptx::wgmma_advance(v, step * 16 * TileV::kPitch));
-      }
-      ptx::wgmma_commit();
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      ptx::Wgmma<E, kHeadDimV>::rs(out[0], p[step][0],
+                                   ptx::wgmma_advance(v, step * 16 * TileV::kPitch));
     }
+    ptx::wgmma_commit();
+  }
 
-    // What the output has to be scaled by once P V of the block before is in it.
-    struct Factor {
-      float rows[2] = {1.f, 1.f};
-      bool used = false;
-    };
+  // What the output has to be scaled by once P V of the block before is in it.
+  struct Factor {
+    float rows[2] = {1.f, 1.f};
+    bool used = false;
+  };
 
-    // S of a block becomes P, where rows may be masked or may need another reference.
-    __device__ __forceinline__ float2 soften_carefully(int block, Softmax& softmax, Scores& scores,
-                                                       Factor& factor) const {
-      if (own_.partial(block)) {
-        tile::apply_mask<false>(scores, work().mask, work().first_row + 16 * warp_, block * kBlockN,
-                                -tile::kInfinity);
-      }
-      typename Softmax::Exponents exponents = softmax.exponents(scale() * tile::kLog2E);
-      if (softmax.watching()) {
-        factor.used = softmax.raise(scores, scale(), factor.rows, exponents);
-      }
-      return Softmax::exponentiate(scores, exponents);
+  // S of a block becomes P, where rows may be masked or may need another reference.
+  __device__ __forceinline__ float2 soften_carefully(int block, Softmax& softmax, Scores& scores,
+                                                     Factor& factor) const {
+    if (own_.partial(block)) {
+      tile::apply_mask<false>(scores, work().mask, work().first_row + 16 * warp_, block * kBlockN,
+                              -tile::kInfinity);
     }
-
-    // A row left its room, and its scores are lost: computes them again, and watches from here on.
-    __device__ __forceinline__ float2 redo(int block, Softmax& softmax, Scores& scores,
-                                           Factor& factor) const {
-      const ForwardParams& forward = params_.forward;
-      tile::GlobalRows keys(forward.k, work().batch, work().k_rows, work().head_k,
-                            forward.shape.headdim);
-      tile::rescore<E, TileQ, kHeadDim>(scores, address(shared_.q[q_place_.slot()]), 16 * warp_,
-                                        keys, block * kBlockN);
-      softmax.watch |= Softmax::kAlarmed;
-      return soften_carefully(block, softmax, scores, factor);
+    typename Softmax::Exponents exponents = softmax.exponents(scale() * tile::kLog2E);
+    if (softmax.watching()) {
+      factor.used = softmax.raise(scores, scale(), factor.rows, exponents);
     }
+    return Softmax::exponentiate(scores, exponents);
+  }
 
-    __device__ __forceinline__ void soften(int block, Softmax& softmax, Scores& scores,
-                                           Factor& factor) const {
-      float2 fresh;
-      bool watching = softmax.watching();
-      if (own_.partial(block) || watching) {
-        fresh = soften_carefully(block, softmax, scores, factor);
-      } else {
-        fresh = Softmax::exponentiate(scores, softmax.exponents(scale() * tile::kLog2E));
-      }
-      // The branch depends on all probabilities: without it ptxas moves their computation below
-      // the wait for P V, and nothing overlaps.
-      if (softmax.left_room(fresh) && !watching) fresh = redo(block, softmax, scores, factor);
-      softmax.add(fresh);
+  // A row left its room, and its scores are lost: computes them again, and watches from here on.
+  __device__ __forceinline__ float2 redo(int block, Softmax& softmax, Scores& scores,
+                                         Factor& factor) const {
+    const ForwardParams& forward = params_.forward;
+    tile::GlobalRows keys(forward.k, work().batch, work().k_rows, work().head_k,
+                          forward.shape.headdim);
+    tile::rescore<E, TileQ, kHeadDim>(scores, ptx::shared_address(shared_.q[q_place_.slot()]),
+                                      16 * warp_, keys, block * kBlockN);
+    softmax.watch |= Softmax::kAlarmed;
+    return soften_carefully(block, softmax, scores, factor);
+  }
+
+  __device__ __forceinline__ void soften(int block, Softmax& softmax, Scores& scores,
+                                         Factor& factor) const {
+    float2 fresh;
+    bool watching = softmax.watching();
+    if (own_.partial(block) || watching) {
+      fresh = soften_carefully(block, softmax, scores, factor);
+    } else {
+      fresh = Softmax::exponentiate(scores, softmax.exponents(scale() * tile::kLog2E));
     }
+    // The branch depends on all probabilities: without it ptxas moves their computation below
+    // the wait for P V, and nothing overlaps.
+    if (softmax.left_room(fresh) && !watching) fresh = redo(block, softmax, scores, factor);
+    softmax.add(fresh);
+  }
 
-    static __device__ __forceinline__ void rescale(Output& out, const Factor& factor) {
+  static __device__ __forceinline__ void rescale(Output& out, const Factor& factor) {
 #pragma unroll
-      for (int n = 0; n < kHeadDimV / 8; ++n)
+    for (int n = 0; n < kHeadDimV / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) out[0][n][e] *= factor.rows[e / 2];
-    }
+      for (int e = 0; e < 4; ++e) out[0][n][e] *= factor.rows[e / 2];
+  }
 
-    // The pass over the blocks of this tile, the last one first, and of the tiles that follow while
-    // they can be chained. S of a block is computed beside P V of the block before, and its softmax
-    // beside the rest of that. Between tiles, S of the next one is computed while the output of
-    // this one is stored.
-    __device__ __forceinline__ void attend() {
-      Scores scores;
-      Packed p;
-      Output out;
-      Softmax softmax;
-      Factor factor;
-      Place last;
-      tile::clear(out);
-      skip(leading_);
-      int block = own_.end - 1;
-      wait_queries();
-      start_scores(scores);
-      ptx::wgmma_wait<0>();
-      ptx::hold(scores[0]);
+  // The pass over the blocks of this tile, the last one first, and of the tiles that follow while
+  // they can be chained. S of a block is computed beside P V of the block before, and its softmax
+  // beside the rest of that. Between tiles, S of the next one is computed while the output of
+  // this one is stored.
+  __device__ __forceinline__ void attend() {
+    Scores scores;
+    Packed p;
+    Output out;
+    Softmax softmax;
+    Factor factor;
+    Place last;
+    tile::clear(out);
+    skip(leading_);
+    int block = own_.end - 1;
+    wait_queries();
+    start_scores(scores);
+    ptx::wgmma_wait<0>();
+    ptx::hold(scores[0]);
 #pragma unroll 1
-      while (true) {
+    while (true) {
+      place_.release(shared_.k_empty);
+      softmax = Softmax();
+      factor = Factor();
+      soften(block, softmax, scores, factor);
+      tile::pack_accumulator<E>(p, scores);
+#pragma unroll 1
+      while (block > own_.begin) {
+        Place before = place_;
+        place_.advance();
+        --block;
+        start_scores(scores);
+        start_values(out, p, before);
+        ptx::wgmma_wait<1>();
+        ptx::hold(scores[0]);
         place_.release(shared_.k_empty);
-        softmax = Softmax();
         factor = Factor();
         soften(block, softmax, scores, factor);
-        tile::pack_accumulator<E>(p, scores);
-#pragma unroll 1
-        while (block > own_.begin) {
-          Place before = place_;
-          place_.advance();
-          --block;
-          start_scores(scores);
-          start_values(out, p, before);
-          ptx::wgmma_wait<1>();
-          ptx::hold(scores[0]);
-          place_.release(shared_.k_empty);
-          factor = Factor();
-          soften(block, softmax, scores, factor);
-          ptx::wgmma_wait<0>();
-          ptx::hold(out[0]);
-          before.release(shared_.v_empty);
-          if (factor.used) rescale(out, factor);
-          tile::pack_accumulator<E>(p, scores);
-        }
-        last = place_;
-        place_.advance();
-        close_tile(softmax, factor);
-        if (!find_chained()) break;
-        block = own_.end - 1;
-        start_values(out, p, last);
-        start_scores(scores);
-        ptx::wgmma_wait<1>();
-        finish_tile(out, factor, last);
-        tile::clear(out);
         ptx::wgmma_wait<0>();
-        ptx::hold(scores[0]);
+        ptx::hold(out[0]);
+        before.release(shared_.v_empty);
+        if (factor.used) rescale(out, factor);
+        tile::pack_accumulator<E>(p, scores);
       }
+      last = place_;
+      place_.advance();
+      close_tile(softmax, factor);
+      if (!find_chained()) break;
+      block = own_.end - 1;
       start_values(out, p, last);
-      ptx::wgmma_wait<0>();
+      start_scores(scores);
+      ptx::wgmma_wait<1>();
       finish_tile(out, factor, last);
-      if (leading_ == kUnknown) {
-        skip(trailing_);
-        next_work();
-      }
+      tile::clear(out);
+      ptx::wgmma_wait<0>();
+      ptx::hold(scores[0]);
     }
-
-    __device__ __forceinline__ void finish_tile(Output& out, const Factor& factor,
-                                                Place last) const {
-      ptx::hold(out[0]);
-      last.release(shared_.v_empty);
-      rescale(out, factor);
-      store(out);
-    }
-
-    // Finds the next tile, and whether it can follow while P V of this one's last block is under
-    // way. That holds one slot of V: the others must be enough for the blocks that are skipped.
-    __device__ __forceinline__ bool find_chained() {
-      constexpr int kSkippable = kTile.stages - 1;
-      int trailing = trailing_;
-      leading_ = kUnknown;
-      if (trailing > kSkippable) return false;
-      skip(trailing);
+    start_values(out, p, last);
+    ptx::wgmma_wait<0>();
+    finish_tile(out, factor, last);
+    if (leading_ == kUnknown) {
+      skip(trailing_);
       next_work();
-      if (leading_ == kNone || own_.empty() || trailing + leading_ > kSkippable) return false;
-      skip(leading_);
-      wait_queries();
-      return true;
-    }
-
-    __device__ __forceinline__ void wait_queries() const {
-      q_place_.wait_full(shared_.q_full);
-      prepare_queries();
-    }
-
-    // After the last block's softmax.
-    __device__ __forceinline__ void close_tile(const Softmax& softmax, Factor& factor) {
-      float lse[2];
-      softmax.finish(factor.rows, lse);
-      store_lse(lse);
-      q_place_.release(shared_.q_empty);
-      q_place_.advance();
-      work_place_.advance();
-    }
-
-    // Makes Q what the products need: the sign of a negative scale, and zeros in rows that belong
-    // to another sequence or to none, whose scores could make the warp watch.
-    __device__ __forceinline__ void prepare_queries() const {
-      bool negate = params_.forward.shape.softmax_scale < 0.f;
-      int rows = work().q_rows.length - work().first_row - 64 * warpgroup_;
-      if (!negate && rows >= 64) return;
-      uint32_t q = address(shared_.q[q_place_.slot()]) + warpgroup_ * 64 * TileQ::kPitch;
-      uint32_t sign = negate ? 0x80008000u : 0u;
-#pragma unroll 1
-      for (int chunk = threadIdx.x % 128; chunk < 64 * TileQ::kCols / 8; chunk += 128) {
-        int row = chunk / 8 % 64;
-        uint32_t at = q + chunk / (64 * 8) * TileQ::kSlabBytes + chunk % (64 * 8) * 16;
-        uint4 x = ptx::load_shared_v4(at);
-        uint32_t keep = row < rows ? ~0u : 0u;
-        ptx::store_shared_v4(at, make_uint4((x.x ^ sign) & keep, (x.y ^ sign) & keep,
-                                            (x.z ^ sign) & keep, (x.w ^ sign) & keep));
-      }
-      ptx::fence_async_shared();
-      ptx::barrier_sync(kQueriesPrepared + warpgroup_, 128);
-    }
-
-    // The rows of this warp in a tile's sequence.
-    __device__ __forceinline__ int warp_row(const Work& work) const {
-      return work.first_row + 16 * warp_;
-    }
-
-    __device__ __forceinline__ E* out_rows(const Work& work) const {
-      const MutableTensor& out = params_.forward.out;
-      return static_cast<E*>(out.data) +
-             out.stride.offset(work.batch, work.q_rows.begin + warp_row(work), work.head);
-    }
-
-    __device__ __forceinline__ void store_lse(const float (&lse)[2]) const {
-      const RowStats& stats = params_.forward.lse;
-      int lane = threadIdx.x % 32, rows = work().q_rows.length - warp_row(work());
-      float* to = stats.data +
-                  stats.offset(work().batch, work().head, work().q_rows.begin + warp_row(work()));
-      if (lane % 4 != 0) return;
-      if (lane / 4 < rows) to[lane / 4] = lse[0];
-      if (lane / 4 + 8 < rows) to[lane / 4 + 8] = lse[1];
-    }
-
-    // The output of the tile before the one at work_place_, whose work is released.
-    __device__ __forceinline__ void store(const Output& out) const {
-      WorkPlace ended{work_place_.count - 1};
-      const Work& work = shared_.work[ended.slot()];
-      tile::store_accumulator_rows(out_rows(work), params_.forward.out.stride.row,
-                                   work.q_rows.length - warp_row(work),
-                                   params_.forward.shape.headdim_v, out);
-      if (*static_cast<volatile int*>(&shared_.special) != 0) store_specials(work);
-      __syncwarp();
-      ended.release(shared_.work_empty);
-    }
-
-    // Adds the NaN and Inf of partial blocks to the outputs of this warp that see them.
-    __device__ __forceinline__ void store_specials(const Work& work) const {
-      const ForwardParams& forward = params_.forward;
-      tile::GlobalRows v(forward.v, work.batch, work.k_rows, work.head_k, forward.shape.headdim_v);
-      int rows = min(16, work.q_rows.length - warp_row(work)), cols = v.cols;
-      __syncwarp();
-#pragma unroll 1
-      for (int index = threadIdx.x % 32; index < rows * cols; index += 32) {
-        int row = index / cols, col = index % cols;
-        KeyRange seen = work.mask.visible_keys(warp_row(work) + row);
-        float sum = tile::sum_specials<E>(v, seen, work.keys, kBlockN, col);
-        if (sum == 0.f) continue;
-        E* out = out_rows(work) + row * forward.out.stride.row + col;
-        *out = tile::from_float<E>(tile::to_float(*out) + sum);
-      }
-    }
-
-    // A tile whose rows of this warpgroup see nothing, if there are any.
-    __device__ __forceinline__ void pass_by() {
-      skip(leading_);
-      if (!work().keys.empty()) {
-        q_place_.wait_full(shared_.q_full);
-        q_place_.release(shared_.q_empty);
-        q_place_.advance();
-      }
-      int rows = min(16, work().q_rows.length - warp_row(work()));
-      int cols = params_.forward.shape.headdim_v;
-      E* out = out_rows(work());
-#pragma unroll 1
-      for (int index = threadIdx.x % 32; index < rows * cols; index += 32) {
-        out[index / cols * params_.forward.out.stride.row + index % cols] =
-            tile::from_float<E>(0.f);
-      }
-      store_lse({-tile::kInfinity, -tile::kInfinity});
-      __syncwarp();
-      work_place_.release(shared_.work_empty);
-      work_place_.advance();
-      next_work();
-    }
-
-    // In place of leading_: the next work was not asked for; there is none.
-    static constexpr int kUnknown = -1, kNone = -2;
-
-    const ForwardSm90Params& params_;
-    Shared& shared_;
-    int warpgroup_, warp_;  // warp_ of the CTA's computing warps
-    uint64_t q_, k_, v_;    // descriptors of the first slots
-    Place place_;           // of the next block
-    QueryPlace q_place_;    // of the tile at work_place_
-    WorkPlace work_place_;
-    BlockRange own_;          // blocks that this warpgroup sees
-    int leading_, trailing_;  // blocks after and before those that the tile has for others
-  };
-
-  static __device__ __forceinline__ void run(const ForwardSm90Params& params, Shared& shared) {
-    if (threadIdx.x == 0) shared.init(4 * kWarpgroups, kHelperWarps);
-    __syncthreads();
-    if (tile::warp_index() < 4) {
-      ptx::decrease_registers<kLoaderRegisters>();
-      if (tile::warp_index() == 0) {
-        Producer(params, shared).run();
-      } else {
-        Helper(params.forward, shared).run();
-      }
-    } else {
-      ptx::increase_registers<kRegisters>();
-      Consumer(params, shared).run();
     }
   }
+
+  __device__ __forceinline__ void finish_tile(Output& out, const Factor& factor, Place last) const {
+    ptx::hold(out[0]);
+    last.release(shared_.v_empty);
+    rescale(out, factor);
+    store(out);
+  }
+
+  // Finds the next tile, and whether it can follow while P V of this one's last block is under
+  // way. That holds one slot of V: the others must be enough for the blocks that are skipped.
+  __device__ __forceinline__ bool find_chained() {
+    constexpr int kSkippable = Config::kTile.stages - 1;
+    int trailing = trailing_;
+    leading_ = kUnknown;
+    if (trailing > kSkippable) return false;
+    skip(trailing);
+    next_work();
+    if (leading_ == kNone || own_.empty() || trailing + leading_ > kSkippable) return false;
+    skip(leading_);
+    wait_queries();
+    return true;
+  }
+
+  __device__ __forceinline__ void wait_queries() const {
+    q_place_.wait_full(shared_.q_full);
+    prepare_queries();
+  }
+
+  // After the last block's softmax.
+  __device__ __forceinline__ void close_tile(const Softmax& softmax, Factor& factor) {
+    float lse[2];
+    softmax.finish(factor.rows, lse);
+    store_lse(lse);
+    q_place_.release(shared_.q_empty);
+    q_place_.advance();
+    work_place_.advance();
+  }
+
+  // Makes Q what the products need: the sign of a negative scale, and zeros in rows that belong
+  // to another sequence or to none, whose scores could make the warp watch.
+  __device__ __forceinline__ void prepare_queries() const {
+    bool negate = params_.forward.shape.softmax_scale < 0.f;
+    int rows = work().q_rows.length - work().first_row - 64 * warpgroup_;
+    if (!negate && rows >= 64) return;
+    uint32_t q = ptx::shared_address(shared_.q[q_place_.slot()]) + warpgroup_ * 64 * TileQ::kPitch;
+    uint32_t sign = negate ? 0x80008000u : 0u;
+#pragma unroll 1
+    for (int chunk = threadIdx.x % 128; chunk < 64 * TileQ::kCols / 8; chunk += 128) {
+      int row = chunk / 8 % 64;
+      uint32_t at = q + chunk / (64 * 8) * TileQ::kSlabBytes + chunk % (64 * 8) * 16;
+      uint4 x = ptx::load_shared_v4(at);
+      uint32_t keep = row < rows ? ~0u : 0u;
+      ptx::store_shared_v4(at, make_uint4((x.x ^ sign) & keep, (x.y ^ sign) & keep,
+                                          (x.z ^ sign) & keep, (x.w ^ sign) & keep));
+    }
+    ptx::fence_async_shared();
+    ptx::barrier_sync(Config::kQueriesPrepared + warpgroup_, 128);
+  }
+
+  // The rows of this warp in a tile's sequence.
+  __device__ __forceinline__ int warp_row(const Work& work) const {
+    return work.first_row + 16 * warp_;
+  }
+
+  __device__ __forceinline__ E* out_rows(const Work& work) const {
+    const MutableTensor& out = params_.forward.out;
+    return static_cast<E*>(out.data) +
+           out.stride.offset(work.batch, work.q_rows.begin + warp_row(work), work.head);
+  }
+
+  __device__ __forceinline__ void store_lse(const float (&lse)[2]) const {
+    const RowStats& stats = params_.forward.lse;
+    int lane = threadIdx.x % 32, rows = work().q_rows.length - warp_row(work());
+    float* to = stats.data +
+                stats.offset(work().batch, work().head, work().q_rows.begin + warp_row(work()));
+    if (lane % 4 != 0) return;
+    if (lane / 4 < rows) to[lane / 4] = lse[0];
+    if (lane / 4 + 8 < rows) to[lane / 4 + 8] = lse[1];
+  }
+
+  // The output of the tile before the one at work_place_, whose work is released.
+  __device__ __forceinline__ void store(const Output& out) const {
+    WorkPlace ended{work_place_.count - 1};
+    const Work& work = shared_.work[ended.slot()];
+    tile::store_accumulator_rows(out_rows(work), params_.forward.out.stride.row,
+                                 work.q_rows.length - warp_row(work),
+                                 params_.forward.shape.headdim_v, out);
+    if (*static_cast<volatile int*>(&shared_.special) != 0) store_specials(work);
+    __syncwarp();
+    ended.release(shared_.work_empty);
+  }
+
+  // Adds the NaN and Inf of partial blocks to the outputs of this warp that see them.
+  __device__ __forceinline__ void store_specials(const Work& work) const {
+    const ForwardParams& forward = params_.forward;
+    tile::GlobalRows v(forward.v, work.batch, work.k_rows, work.head_k, forward.shape.headdim_v);
+    int rows = min(16, work.q_rows.length - warp_row(work)), cols = v.cols;
+    __syncwarp();
+#pragma unroll 1
+    for (int index = threadIdx.x % 32; index < rows * cols; index += 32) {
+      int row = index / cols, col = index % cols;
+      KeyRange seen = work.mask.visible_keys(warp_row(work) + row);
+      float sum = tile::sum_specials<E>(v, seen, work.keys, kBlockN, col);
+      if (sum == 0.f) continue;
+      E* out = out_rows(work) + row * forward.out.stride.row + col;
+      *out = tile::from_float<E>(tile::to_float(*out) + sum);
+    }
+  }
+
+  // A tile whose rows of this warpgroup see nothing, if there are any.
+  __device__ __forceinline__ void pass_by() {
+    skip(leading_);
+    if (!work().keys.empty()) {
+      q_place_.wait_full(shared_.q_full);
+      q_place_.release(shared_.q_empty);
+      q_place_.advance();
+    }
+    int rows = min(16, work().q_rows.length - warp_row(work()));
+    int cols = params_.forward.shape.headdim_v;
+    E* out = out_rows(work());
+#pragma unroll 1
+    for (int index = threadIdx.x % 32; index < rows * cols; index += 32) {
+      out[index / cols * params_.forward.out.stride.row + index % cols] = tile::from_float<E>(0.f);
+    }
+    store_lse({-tile::kInfinity, -tile::kInfinity});
+    __syncwarp();
+    work_place_.release(shared_.work_empty);
+    work_place_.advance();
+    next_work();
+  }
+
+  // In place of leading_: the next work was not asked for; there is none.
+  static constexpr int kUnknown = -1, kNone = -2;
+
+  const ForwardSm90Params& params_;
+  Shared& shared_;
+  int warpgroup_, warp_;  // warp_ of the CTA's computing warps
+  uint64_t q_, k_, v_;    // descriptors of the first slots
+  Place place_;           // of the next block
+  QueryPlace q_place_;    // of the tile at work_place_
+  WorkPlace work_place_;
+  BlockRange own_;          // blocks that this warpgroup sees
+  int leading_, trailing_;  // blocks after and before those that the tile has for others
 };
 
+// What each warp of the CTA does.
+template <class Config>
+__device__ __forceinline__ void forward_sm90(const ForwardSm90Params& params,
+                                             typename Config::Shared& shared) {
+  if (threadIdx.x == 0) shared.init(4 * Config::kWarpgroups, Config::kHelperWarps);
+  __syncthreads();
+  if (tile::warp_index() < 4) {
+    ptx::decrease_registers<Config::kLoaderRegisters>();
+    if (tile::warp_index() == 0) {
+      ForwardSm90Producer<Config>(params, shared).run();
+    } else {
+      ForwardSm90Helper<Config>(params.forward, shared).run();
+    }
+  } else {
+    ptx::increase_registers<Config::kRegisters>();
+    ForwardSm90Consumer<Config>(params, shared).run();
+  }
+}
+
 template <DType kType, int kHeadDim, int kHeadDimV>
-__global__ void __launch_bounds__(ForwardSm90<kType, kHeadDim, kHeadDimV>::kThreads, 1)
+__global__ void __launch_bounds__(ForwardSm90Config<kType, kHeadDim, kHeadDimV>::kThreads, 1)
     forward_sm90_kernel(const __grid_constant__ ForwardSm90Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t smem[];
-  using Kernel = ForwardSm90<kType, kHeadDim, kHeadDimV>;
-  Kernel::run(params, *reinterpret_cast<typename Kernel::Shared*>(smem));
+  using Config = ForwardSm90Config<kType, kHeadDim, kHeadDimV>;
+  forward_sm90<Config>(params, *reinterpret_cast<typename Config::Shared*>(smem));
 #else
   __trap();  // the planner takes this kernel on devices that run code for sm_90a only
 #endif
@@ -616,7 +415,7 @@ __global__ void __launch_bounds__(ForwardSm90<kType, kHeadDim, kHeadDimV>::kThre
 
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_forward_sm90(const ForwardParams& forward, const ForwardSchedule& schedule, void* stream) {
-  using Kernel = ForwardSm90<kType, kHeadDim, kHeadDimV>;
+  using Config = ForwardSm90Config<kType, kHeadDim, kHeadDimV>;
   const ProblemShape& shape = forward.shape;
   auto map = [&shape](const ConstTensor& tensor, const SeqLens& lens, int heads, int columns,
                       int box_rows) {
@@ -625,12 +424,12 @@ void run_forward_sm90(const ForwardParams& forward, const ForwardSchedule& sched
                            tensor.stride.batch, tensor.stride.head, tensor.stride.row, box_rows);
   };
   ForwardSm90Params params{
-      map(forward.q, shape.seqlens_q, shape.heads_q, shape.headdim, Kernel::kBlockM),
-      map(forward.k, shape.seqlens_k, shape.heads_k, shape.headdim, Kernel::kBlockN),
-      map(forward.v, shape.seqlens_k, shape.heads_k, shape.headdim_v, Kernel::kBlockN), forward,
+      map(forward.q, shape.seqlens_q, shape.heads_q, shape.headdim, Config::kBlockM),
+      map(forward.k, shape.seqlens_k, shape.heads_k, shape.headdim, Config::kBlockN),
+      map(forward.v, shape.seqlens_k, shape.heads_k, shape.headdim_v, Config::kBlockN), forward,
       schedule};
   launch<forward_sm90_kernel<kType, kHeadDim, kHeadDimV>>(
-      schedule.ctas, Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), stream,
+      schedule.ctas, Config::kThreads, static_cast<int>(sizeof(typename Config::Shared)), stream,
       params);
 }
 

@@ -5,6 +5,7 @@
 #include "host/tensor_map.h"
 #include "plan/tile_config.h"
 #include "ptx/sm90.cuh"
+#include "tile/element.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/smem_layout.cuh"
 
@@ -151,6 +152,33 @@ struct RingPlace {
   __device__ __forceinline__ void release(uint64_t (&empty)[kSlots]) const {
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty[slot()]));
   }
+};
+
+// Sizes and types of one kernel.
+template <DType kType_, int kHeadDim_, int kHeadDimV_>
+struct ForwardSm90Config {
+  static constexpr DType kType = kType_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr Sm90ForwardTile kTile = sm90_forward_tile({kHeadDim, kHeadDimV});
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
+  static constexpr int kWarpgroups = kBlockM / 64;  // that compute
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kRegisters = kWarpgroups == 2 ? 232 : 160;
+  static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kHelperWarps = 3;
+
+  using E = tile::Element<kType>;
+  using TileQ = tile::SmemTile<kBlockM, round_up_64(kHeadDim)>;
+  using TileK = tile::SmemTile<kBlockN, round_up_64(kHeadDim)>;
+  using TileV = tile::SmemTile<kBlockN, round_up_64(kHeadDimV)>;
+  using Shared = ForwardSm90Shared<TileQ, TileK, TileV, kTile.stages, kTile.query_stages>;
+  static_assert(sizeof(Shared) <= sm90_forward_smem_bytes({kHeadDim, kHeadDimV}));
+
+  using Place = RingPlace<kTile.stages>;  // of K and V
+  using QueryPlace = RingPlace<kTile.query_stages>;
+  using WorkPlace = RingPlace<Shared::kWorks>;
+
+  enum NamedBarrier { kHelped = 1, kQueriesPrepared = 2 };  // the latter: one a warpgroup
 };
 
 }  // namespace flashattn

@@ -1,0 +1,218 @@
+// The loading side of the sm_90a forward: who brings tiles to shared memory.
+#pragma once
+
+#include "kernels/forward_sm90_work.cuh"
+#include "tile/copy.cuh"
+#include "tile/special.cuh"
+
+namespace flashattn {
+
+// One thread starts the copy of a tile: boxes of 64 columns, one below the other.
+template <class Tile>
+__device__ __forceinline__ void forward_sm90_load(const CUtensorMap& map, const uint8_t* tile,
+                                                  uint64_t& full, int row, int head, int batch) {
+  if (threadIdx.x % 32 != 0) return;
+  ptx::mbarrier_arrive_expect(ptx::shared_address(&full), Tile::kBytes);
+#pragma unroll
+  for (int slab = 0; slab < Tile::kCols / 64; ++slab) {
+    ptx::tma_load_4d(ptx::shared_address(tile) + slab * Tile::kSlabBytes, &map,
+                     ptx::shared_address(&full), 64 * slab, row, head, batch);
+  }
+}
+
+// One warp: deals the tiles and starts the copies by TMA.
+template <class Config>
+class ForwardSm90Producer {
+  using Shared = typename Config::Shared;
+  using Work = ForwardSm90Work;
+  using Place = typename Config::Place;
+  using QueryPlace = typename Config::QueryPlace;
+  using WorkPlace = typename Config::WorkPlace;
+  using TileQ = typename Config::TileQ;
+  using TileK = typename Config::TileK;
+  using TileV = typename Config::TileV;
+  static constexpr int kBlockN = Config::kBlockN;
+
+ public:
+  __device__ __forceinline__ ForwardSm90Producer(const ForwardSm90Params& params, Shared& shared)
+      : params_(params), shared_(shared), cursor_(params) {}
+
+  // The work after a tile's is announced once its first block is under way; the first work after
+  // a tile without blocks.
+  __device__ __forceinline__ void run() {
+    BlockRange keys = {0, 0, 0, 0};
+    int k_row = 0, k_batch = 0, head = 0;
+#pragma unroll 1
+    while (true) {
+      int block = keys.end - 1;
+      load_block(keys, block, k_row, head, k_batch);
+      announce();
+#pragma unroll 1
+      while (--block >= keys.begin) load_block(keys, block, k_row, head, k_batch);
+      const Work& work = shared_.work[work_place_.slot()];
+      work_place_.advance();
+      if (work.none()) return;
+      keys = work.keys;
+      k_row = static_cast<int>(work.k_rows.begin);
+      k_batch = batch(params_.forward.shape.seqlens_k, work);
+      head = work.head_k;
+    }
+  }
+
+ private:
+  // With two buffers the queries come a tile ahead.
+  static constexpr bool kEarlyQueries = Config::kTile.query_stages > 1;
+
+  // Publishes the next work.
+  __device__ __forceinline__ void announce() {
+    work_place_.wait_empty(shared_.work_empty);
+    cursor_.next(shared_.work[work_place_.slot()]);
+    work_place_.release(shared_.work_full);
+    if (kEarlyQueries) load_queries(work_place_);
+  }
+
+  // Packed tensors are one batch, in which a sequence starts at a row.
+  static __device__ __forceinline__ int batch(const SeqLens& lens, const Work& work) {
+    return lens.packed() ? 0 : static_cast<int>(work.batch);
+  }
+
+  __device__ __forceinline__ void load_queries(WorkPlace at) {
+    const Work& work = shared_.work[at.slot()];
+    if (work.none() || work.keys.empty() || !params_.forward.q.aligned16) return;
+    q_place_.wait_empty(shared_.q_empty);
+    forward_sm90_load<TileQ>(params_.q, shared_.q[q_place_.slot()], shared_.q_full[q_place_.slot()],
+                             static_cast<int>(work.q_rows.begin) + work.first_row, work.head,
+                             batch(params_.forward.shape.seqlens_q, work));
+    q_place_.advance();
+  }
+
+  __device__ __forceinline__ void load_block(const BlockRange& keys, int block, int k_row, int head,
+                                             int k_batch) {
+    if (block < keys.begin) return;
+    int slot = place_.slot(), row = k_row + block * kBlockN;
+    if (params_.forward.k.aligned16) {
+      place_.wait_empty(shared_.k_empty);
+      forward_sm90_load<TileK>(params_.k, shared_.k[slot], shared_.k_full[slot], row, head,
+                               k_batch);
+    }
+    if (!kEarlyQueries && block == keys.end - 1) load_queries(WorkPlace{work_place_.count - 1});
+    if (params_.forward.v.aligned16) {
+      place_.wait_empty(shared_.v_empty);
+      uint64_t& full = keys.partial(block) ? shared_.v_landed[slot] : shared_.v_full[slot];
+      forward_sm90_load<TileV>(params_.v, shared_.v[slot], full, row, head, k_batch);
+    }
+    place_.advance();
+  }
+
+  const ForwardSm90Params& params_;
+  Shared& shared_;
+  ForwardSm90Cursor<Config::kBlockM, kBlockN> cursor_;
+  Place place_;
+  QueryPlace q_place_;
+  WorkPlace work_place_;  // of the work to announce next, or announced last
+};
+
+// Config::kHelperWarps warps: copy what TMA can't reach, element by element, and take the NaN and
+// Inf out of partial blocks of V (see tile/special.cuh).
+template <class Config>
+class ForwardSm90Helper {
+  using Shared = typename Config::Shared;
+  using Work = ForwardSm90Work;
+  using Place = typename Config::Place;
+  using QueryPlace = typename Config::QueryPlace;
+  using WorkPlace = typename Config::WorkPlace;
+  using TileQ = typename Config::TileQ;
+  using TileK = typename Config::TileK;
+  using TileV = typename Config::TileV;
+  static constexpr int kBlockN = Config::kBlockN;
+
+ public:
+  __device__ __forceinline__ ForwardSm90Helper(const ForwardParams& params, Shared& shared)
+      : params_(params), shared_(shared) {}
+
+  __device__ __forceinline__ void run() {
+#pragma unroll 1
+    for (WorkPlace at;; at.advance()) {
+      at.wait_full(shared_.work_full);
+      const Work& work = shared_.work[at.slot()];
+      if (work.none()) return;
+      help(work);
+      __syncwarp();
+      at.release(shared_.work_empty);
+    }
+  }
+
+ private:
+  static constexpr int kThreadsHere = 32 * Config::kHelperWarps;
+
+  static __device__ __forceinline__ int thread() {
+    return threadIdx.x % 128 - (128 - kThreadsHere);
+  }
+
+  __device__ __forceinline__ void help(const Work& work) {
+    const BlockRange& keys = work.keys;  // read again in each step: registers are few
+    if (!params_.q.aligned16 && !keys.empty()) {
+      q_place_.wait_empty(shared_.q_empty);
+      copy<TileQ>(shared_.q[q_place_.slot()], params_.q, work.batch, work.q_rows, work.head,
+                  params_.shape.headdim, work.first_row);
+      publish(shared_.q_full[q_place_.slot()]);
+      q_place_.advance();
+    }
+#pragma unroll 1
+    for (int block = keys.end - 1; block >= keys.begin; --block, place_.advance()) {
+      if (!params_.k.aligned16) {
+        place_.wait_empty(shared_.k_empty);
+        copy<TileK>(shared_.k[place_.slot()], params_.k, work.batch, work.k_rows, work.head_k,
+                    params_.shape.headdim, block * kBlockN);
+        publish(shared_.k_full[place_.slot()]);
+      }
+      values(work, block, keys.partial(block));
+    }
+  }
+
+  __device__ __forceinline__ void values(const Work& work, int block, bool partial) {
+    int slot = place_.slot();
+    if (!params_.v.aligned16) {
+      place_.wait_empty(shared_.v_empty);
+      copy<TileV>(shared_.v[slot], params_.v, work.batch, work.k_rows, work.head_k,
+                  params_.shape.headdim_v, block * kBlockN);
+      ptx::barrier_sync(Config::kHelped, kThreadsHere);
+    } else if (partial) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared_.v_landed[slot]),
+                         landed_parities_ >> slot & 1);
+      landed_parities_ ^= 1u << slot;
+    } else {
+      return;
+    }
+    int rows = work.k_rows.length - block * kBlockN;
+    if (partial && tile::zero_specials_below<typename Config::E, TileV>(
+                       ptx::shared_address(shared_.v[slot]), rows, thread(), kThreadsHere)) {
+      shared_.special = 1;
+    }
+    publish(shared_.v_full[slot]);
+  }
+
+  template <class Tile>
+  __device__ __forceinline__ void copy(const uint8_t* tile, const ConstTensor& tensor,
+                                       int64_t batch, SeqRows rows, int head, int headdim,
+                                       int first_row) const {
+    tile::load_tile_pairs<Tile>(ptx::shared_address(tile),
+                                tile::GlobalRows(tensor, batch, rows, head, headdim), first_row,
+                                thread(), kThreadsHere);
+  }
+
+  // What all helpers wrote is there for the tensor cores.
+  __device__ __forceinline__ void publish(uint64_t& full) const {
+    ptx::fence_async_shared();
+    ptx::barrier_sync(Config::kHelped, kThreadsHere);
+    if (thread() == 0) ptx::mbarrier_arrive(ptx::shared_address(&full));
+  }
+
+  const ForwardParams& params_;
+  Shared& shared_;
+  Place place_;
+  QueryPlace q_place_;
+  uint32_t landed_parities_ = 0;  // a bit a slot
+};
+
+}  // namespace flashattn
