@@ -1,33 +1,31 @@
-// Scores of a warp's 16 queries once more, by mma.m16n8k16 and from global memory: for the rare
-// block whose scores turned into probabilities that overflow. wgmma can't be used under a
-// condition, and the block's keys may have left shared memory.
+// Scores once more, by mma.m16n8k16 and from global memory: for the rare block whose scores turned
+// into probabilities that overflow. wgmma can't be used under a condition, and the block's keys may
+// have left shared memory.
 #pragma once
 
 #include "tile/copy.cuh"
 
 namespace flashattn::tile {
 
-// Queries lie in rows [row, row + 16) of the tile; keys from first_key on, which 8-byte loads must
-// reach. Both operands take the columns in the same order, 4 in a row for each lane of a quad.
-template <class E, class TileQ, int kHeadDim, int NT>
-__device__ __forceinline__ void rescore(float (&scores)[1][NT][4], uint32_t q_tile, int row,
+// Of the 16 queries in rows [row, row + 16) of the tile and the 8 keys from first_key on, which
+// 8-byte loads must reach. kUnroll loads are under way at a time. Both operands take the columns in
+// the same order, 4 in a row for each lane of a quad.
+template <class E, class TileQ, int kHeadDim, int kUnroll>
+__device__ __forceinline__ void rescore(float (&scores)[1][1][4], uint32_t q_tile, int row,
                                         const GlobalRows& keys, int first_key) {
   int group = threadIdx.x % 32 / 4, first_col = threadIdx.x % 4 * 4;
+  int key = min(first_key + group, keys.rows - 1);  // past the end: masked afterwards
+  const uint16_t* from = keys.data + key * keys.row_stride;
   clear(scores);
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    int key = min(first_key + 8 * n + group, keys.rows - 1);  // past the end: masked afterwards
-    const uint16_t* from = keys.data + key * keys.row_stride;
-#pragma unroll 1
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-      int col = first_col + 16 * step;
-      uint2 b = make_uint2(0, 0);
-      if (col < keys.cols) b = *reinterpret_cast<const uint2*>(from + col);
-      uint32_t q = q_tile + TileQ::element_offset(row + group, col);
-      uint2 low = ptx::load_shared_v2(q), high = ptx::load_shared_v2(q + 8 * TileQ::kPitch);
-      uint32_t a[4] = {low.x, high.x, low.y, high.y};
-      ptx::mma_m16n8k16<E>(scores[0][n], a, b.x, b.y);
-    }
+#pragma unroll kUnroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    int col = first_col + 16 * step;
+    uint2 b = make_uint2(0, 0);
+    if (col < keys.cols) b = *reinterpret_cast<const uint2*>(from + col);
+    uint32_t q = q_tile + TileQ::element_offset(row + group, col);
+    uint2 low = ptx::load_shared_v2(q), high = ptx::load_shared_v2(q + 8 * TileQ::kPitch);
+    uint32_t a[4] = {low.x, high.x, low.y, high.y};
+    ptx::mma_m16n8k16<E>(scores[0][0], a, b.x, b.y);
   }
 }
 
