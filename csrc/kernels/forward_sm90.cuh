@@ -125,30 +125,68 @@ class ForwardSm90Consumer {
     bool used = false;
   };
 
+  template <int NT>
+  __device__ __forceinline__ void mask(float (&scores)[1][NT][4], int first_key) const {
+    tile::apply_mask<false>(scores, work().mask, work().first_row + 16 * warp_, first_key,
+                            -tile::kInfinity);
+  }
+
   // S of a block becomes P, where rows may be masked or may need another reference.
   __device__ __forceinline__ float2 soften_carefully(int block, Softmax& softmax, Scores& scores,
                                                      Factor& factor) const {
-    if (own_.partial(block)) {
-      tile::apply_mask<false>(scores, work().mask, work().first_row + 16 * warp_, block * kBlockN,
-                              -tile::kInfinity);
+    if (own_.partial(block)) mask(scores, block * kBlockN);
+    if (!softmax.watching()) {
+      return Softmax::exponentiate(scores, softmax.exponents(scale() * tile::kLog2E));
     }
-    typename Softmax::Exponents exponents = softmax.exponents(scale() * tile::kLog2E);
-    if (softmax.watching()) {
-      factor.used = softmax.raise(scores, scale(), factor.rows, exponents);
-    }
-    return Softmax::exponentiate(scores, exponents);
+    float highest[2] = {-tile::kInfinity, -tile::kInfinity};
+    Softmax::highest_of(scores, highest);
+    factor.used = softmax.raise(highest, scale(), factor.rows).any();
+    return Softmax::exponentiate(scores, softmax.careful_exponents(scores, scale()));
   }
 
-  // A row left its room, and its scores are lost: computes them again, and watches from here on.
-  __device__ __forceinline__ float2 redo(int block, Softmax& softmax, Scores& scores,
-                                         Factor& factor) const {
+  // Scores of 8 keys of a block once more.
+  __device__ __forceinline__ void rescore(float (&scores)[1][1][4], int block, int n) const {
     const ForwardParams& forward = params_.forward;
+    constexpr int kLoads = Config::kWarpgroups == 2 ? 4 : 1;  // as many as registers allow
+    int first_key = block * kBlockN + 8 * n;
     tile::GlobalRows keys(forward.k, work().batch, work().k_rows, work().head_k,
                           forward.shape.headdim);
-    tile::rescore<E, TileQ, kHeadDim>(scores, ptx::shared_address(shared_.q[q_place_.slot()]),
-                                      16 * warp_, keys, block * kBlockN);
+    tile::rescore<E, TileQ, kHeadDim, kLoads>(
+        scores, ptx::shared_address(shared_.q[q_place_.slot()]), 16 * warp_, keys, first_key);
+    if (own_.partial(block)) mask(scores, first_key);
+  }
+
+  // A row left its room, and its scores are lost: computes them again, twice, as there is no room
+  // to keep them beside the other rows' P. From here on the warp watches. `fresh`: sums of P.
+  __device__ __forceinline__ void redo(int block, Softmax& softmax, Scores& scores, float2& fresh,
+                                       Factor& factor) const {
+    // Aside meanwhile, or the compiler takes their registers in every block.
+    volatile float sums_before[2] = {softmax.sum[0], softmax.sum[1]};
+    volatile float fresh_before[2] = {fresh.x, fresh.y};
+    float piece[1][1][4], highest[2] = {-tile::kInfinity, -tile::kInfinity};
+#pragma unroll 1
+    for (int n = 0; n < kBlockN / 8; ++n) {
+      rescore(piece, block, n);
+      Softmax::highest_of(piece, highest);
+    }
+    typename Softmax::Rows moved = softmax.raise(highest, scale(), factor.rows);
     softmax.watch |= Softmax::kAlarmed;
-    return soften_carefully(block, softmax, scores, factor);
+    factor.used = moved.any();
+    float2 sums = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int n = 0; n < kBlockN / 8; ++n) {
+      rescore(piece, block, n);
+      float2 sum = Softmax::exponentiate(piece, softmax.careful_exponents(piece, scale()));
+      sums = make_float2(sums.x + sum.x, sums.y + sum.y);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[0][n][e] = moved.is[e / 2] ? piece[0][0][e] : scores[0][n][e];
+      }
+    }
+    fresh.x = moved.is[0] ? sums.x : fresh_before[0];
+    fresh.y = moved.is[1] ? sums.y : fresh_before[1];
+    softmax.sum[0] = sums_before[0] * factor.rows[0];
+    softmax.sum[1] = sums_before[1] * factor.rows[1];
   }
 
   __device__ __forceinline__ void soften(int block, Softmax& softmax, Scores& scores,
@@ -162,7 +200,11 @@ class ForwardSm90Consumer {
     }
     // The branch depends on all probabilities: without it ptxas moves their computation below
     // the wait for P V, and nothing overlaps.
-    if (softmax.left_room(fresh) && !watching) fresh = redo(block, softmax, scores, factor);
+    if constexpr (Softmax::kAlwaysWatches) {
+      Softmax::anchor(fresh);
+    } else if (softmax.left_room(fresh) && !watching) {
+      redo(block, softmax, scores, fresh, factor);
+    }
     softmax.add(fresh);
   }
 

@@ -17,6 +17,7 @@ namespace flashattn::tile {
 
 template <bool kFrozen>
 struct ReferenceSoftmax {
+  static constexpr bool kAlwaysWatches = !kFrozen;
   static constexpr float kBias = kFrozen ? 20.f : 0.f;
   static constexpr float kRoom = kFrozen ? 40.f : 8.f;
   enum Watch {
@@ -28,6 +29,11 @@ struct ReferenceSoftmax {
   struct Exponents {
     float factor[2];
     float minus[2];
+  };
+
+  struct Rows {
+    bool is[2];
+    __device__ __forceinline__ bool any() const { return __any_sync(~0u, is[0] || is[1]); }
   };
 
   float peak[2];           // the references: encode() of a product; -inf: no key yet
@@ -46,40 +52,52 @@ struct ReferenceSoftmax {
     return {{scale_log2, scale_log2}, {peak[0] + kBias, peak[1] + kBias}};
   }
 
-  // Raises the references of rows that leave their room. `alpha`: what to scale earlier results by;
-  // returns whether any is not 1. Scores of rows with a large product (see tile/softmax.cuh) become
-  // differences of rounded products; `form` is for what the scores then are.
-  template <int NT>
-  __device__ __forceinline__ bool raise(float (&scores)[1][NT][4], float scale, float (&alpha)[2],
-                                        Exponents& form) {
-    bool moved = false, lacking = false, is_large = false;
+  // Raises the references of rows that leave their room, given the highest of the scores that come:
+  // this lane's, of rows g and g + 8. `alpha`: what to scale earlier results by. Returns which rows
+  // moved.
+  __device__ __forceinline__ Rows raise(const float (&highest)[2], float scale, float (&alpha)[2]) {
+    Rows moved;
+    bool unsettled = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float highest = scores[0][0][2 * half];
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        highest = fmaxf(highest, fmaxf(scores[0][n][2 * half], scores[0][n][2 * half + 1]));
-      }
-      highest = encode(quad_max(highest), scale);
-      float rise = decode_log2(highest) - decode_log2(peak[half]);
-      bool above = rise > kRoom;
-      alpha[half] = ptx::exp2_approx(above ? -rise : 0.f);
-      peak[half] = above ? highest : peak[half];
+      float product = encode(quad_max(highest[half]), scale);
+      float rise = decode_log2(product) - decode_log2(peak[half]);
+      moved.is[half] = rise > kRoom;
+      alpha[half] = ptx::exp2_approx(moved.is[half] ? -rise : 0.f);
+      peak[half] = moved.is[half] ? product : peak[half];
       sum[half] *= alpha[half];
-      moved |= above;
-      lacking |= peak[half] == -kInfinity;
-      is_large |= large(guarded(half));
+      unsettled |= peak[half] == -kInfinity || large(peak[half]);
     }
-    is_large = __any_sync(~0u, is_large);
+    watch = (watch & kAlarmed) | (__any_sync(~0u, unsettled) ? kUnsettled : 0);
+    return moved;
+  }
+
+  // This lane's highest scores of rows g and g + 8, in `highest` so far.
+  template <int NT>
+  static __device__ __forceinline__ void highest_of(const float (&scores)[1][NT][4],
+                                                    float (&highest)[2]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) highest[e / 2] = fmaxf(highest[e / 2], scores[0][n][e]);
+  }
+
+  // The form of scores where a row may have no key yet, or a large product. Scores of such rows
+  // (see tile/softmax.cuh) become differences of rounded products.
+  template <int NT>
+  __device__ __forceinline__ Exponents careful_exponents(float (&scores)[1][NT][4],
+                                                         float scale) const {
+    Exponents form;
+    bool any_large = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       bool rounded = large(guarded(half));
+      any_large |= rounded;
       form.factor[half] = rounded ? kLog2E : scale * kLog2E;
-      form.minus[half] = kBias + (rounded ? 0.f : guarded(half));
+      form.minus[half] = rounded ? kBias : guarded(half) + kBias;
     }
-    if (is_large) subtract_large(scores, scale);
-    watch = (watch & kAlarmed) | (__any_sync(~0u, is_large || lacking) ? kUnsettled : 0);
-    return __any_sync(~0u, moved);
+    if (__any_sync(~0u, any_large)) subtract_large(scores, scale);
+    return form;
   }
 
   // Scores become probabilities; returns this lane's part of their sums.
@@ -102,6 +120,12 @@ struct ReferenceSoftmax {
   __device__ __forceinline__ bool left_room(float2 fresh) const {
     constexpr float kLimit = 1048576.f;  // 2^(kRoom - kBias)
     return __any_sync(~0u, !((sum[0] + fresh.x) + (sum[1] + fresh.y) <= kLimit));
+  }
+
+  // Sums are never negative, but only those who compute them know: a branch that depends on all of
+  // a block's probabilities, and is never taken.
+  static __device__ __forceinline__ void anchor(float2 fresh) {
+    if (__any_sync(~0u, fresh.x + fresh.y < 0.f)) __trap();
   }
 
   __device__ __forceinline__ void add(float2 fresh) {
