@@ -252,7 +252,7 @@ def test_whose_code_runs(archs, capability, arch):
 def test_who_gets_the_sm90_kernel(monkeypatch):
     """Code for sm_90a, and head dims of whole 16 bytes: strides have no say, they change no bit."""
     h200 = _plan.device_by_name("h200")
-    assert h200.sm90a
+    assert h200.sm90a == (True, True)
 
     def kernel(device, **options):
         return _plan.make_forward_plan(problem(**options), device).kernel
@@ -268,8 +268,11 @@ def test_who_gets_the_sm90_kernel(monkeypatch):
         device = _plan.Device("some GPU", 90, 132, 227 << 10, 228 << 10, archs)
         assert kernel(device) == ("forward_sm90" if sm90 else "forward_sm80")
     assert kernel(_plan.Device("B200", 100, 148, 227 << 10, 228 << 10)) == "forward_sm80"
-    monkeypatch.setenv("FLASHATTN_NO_SM90", "1")
-    assert kernel(_plan.Device("some GPU", 90, 132, 227 << 10, 228 << 10)) == "forward_sm80"
+    for excluded, left in (("1", (0, 0)), ("forward", (0, 1)), ("backward", (1, 0)), ("0", (1, 1))):
+        monkeypatch.setenv("FLASHATTN_NO_SM90", excluded)
+        device = _plan.Device("some GPU", 90, 132, 227 << 10, 228 << 10)
+        assert device.sm90a == left
+        assert kernel(device) == ("forward_sm90" if left[0] else "forward_sm80")
 
 
 def test_who_gets_the_sm90_backward():

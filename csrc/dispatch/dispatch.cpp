@@ -83,7 +83,7 @@ Device read_device(int index) {
   }
   return {.name = gpu.name,
           .arch = arch_of(gpu.compute_capability, FLASHATTN_CUDA_ARCHS),
-          .sm90a = runs_sm90a(gpu.compute_capability, FLASHATTN_CUDA_ARCHS),
+          .sm90a = sm90a_passes(gpu.compute_capability, FLASHATTN_CUDA_ARCHS),
           .compute_capability = gpu.compute_capability,
           .sm_count = gpu.sm_count,
           .smem_per_block = gpu.smem_per_block,

@@ -15,10 +15,10 @@ Arch arch_of(int compute_capability) {
 const Device* device_by_name(std::string_view name) {
   static const Device devices[] = {
       {.name = "cpu", .sm_count = static_cast<int>(std::thread::hardware_concurrency())},
-      {"a100", Arch::kSm80, false, 80, 108, 163 * 1024, 164 * 1024},
-      {"rtx4090", Arch::kSm80, false, 89, 128, 99 * 1024, 100 * 1024},
-      {"h100", Arch::kSm90, true, 90, 132, 227 * 1024, 228 * 1024},
-      {"h200", Arch::kSm90, true, 90, 132, 227 * 1024, 228 * 1024},
+      {"a100", Arch::kSm80, {}, 80, 108, 163 * 1024, 164 * 1024},
+      {"rtx4090", Arch::kSm80, {}, 89, 128, 99 * 1024, 100 * 1024},
+      {"h100", Arch::kSm90, {true, true}, 90, 132, 227 * 1024, 228 * 1024},
+      {"h200", Arch::kSm90, {true, true}, 90, 132, 227 * 1024, 228 * 1024},
   };
   for (const Device& device : devices) {
     if (device.name == name) return &device;
@@ -70,11 +70,13 @@ Arch arch_of(int compute_capability, std::string_view archs) {
   return arch_of(newest_that_runs(archs, compute_capability).arch);
 }
 
-bool runs_sm90a(int compute_capability, std::string_view archs) {
-  const char* disabled = std::getenv("FLASHATTN_NO_SM90");
-  if (disabled != nullptr && std::string_view(disabled) == "1") return false;
-  Target target = newest_that_runs(archs, compute_capability);
-  return target.arch == 90 && target.specific;
+Sm90aPasses sm90a_passes(int compute_capability, std::string_view archs) {
+  const Target target = newest_that_runs(archs, compute_capability);
+  const bool runs = target.arch == 90 && target.specific;
+  const char* value = std::getenv("FLASHATTN_NO_SM90");
+  const std::string_view excluded = value == nullptr ? "" : value;
+  return {.forward = runs && excluded != "1" && excluded != "forward",
+          .backward = runs && excluded != "1" && excluded != "backward"};
 }
 
 }  // namespace flashattn

@@ -192,7 +192,8 @@ Plan make_forward_plan(const Problem& problem, const Device& device) {
   } else {
     // By the shape alone: other strides must not change a bit. Rows of whole 16 bytes are what the
     // sm_90 kernel stores.
-    const bool sm90 = device.sm90a && problem.headdim % 8 == 0 && problem.headdim_v % 8 == 0;
+    const bool sm90 =
+        device.sm90a.forward && problem.headdim % 8 == 0 && problem.headdim_v % 8 == 0;
     plan.kernel = sm90 ? Kernel::kForwardSm90 : Kernel::kForwardSm80;
     if (plan.head_dims_index != kNoHeadDims) set_forward_tile(plan);
   }
@@ -215,7 +216,7 @@ Plan make_backward_plan(const Problem& problem, const Device& device) {
     plan.block_m = kCpuBackwardTile.block_m;
     plan.block_n = kCpuBackwardTile.block_n;
   } else {
-    const bool sm90 = device.sm90a && why_not_backward_sm90(problem) == nullptr;
+    const bool sm90 = device.sm90a.backward && why_not_backward_sm90(problem) == nullptr;
     plan.kernel = sm90 ? Kernel::kBackwardSm90 : Kernel::kBackwardSm80;
     if (plan.head_dims_index != kNoHeadDims) set_backward_tile(plan, problem, device);
   }

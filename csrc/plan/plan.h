@@ -14,10 +14,15 @@ namespace flashattn {
 
 enum class Arch : int32_t { kCpu = 0, kSm80 = 80, kSm90 = 90 };
 
+// Which passes take kernels for sm_90a (wgmma, TMA) where one serves the problem.
+struct Sm90aPasses {
+  bool forward = false, backward = false;
+};
+
 struct Device {
   std::string name = "cpu";
-  Arch arch = Arch::kCpu;      // whose code it runs: the build has a say in it
-  bool sm90a = false;          // runs code for sm_90a: wgmma and TMA
+  Arch arch = Arch::kCpu;  // whose code it runs: the build has a say in it
+  Sm90aPasses sm90a;
   int compute_capability = 0;  // 80, 86, 89, 90, 100, ...
   int sm_count = 0;            // CPU: threads
   int64_t smem_per_block = 0;  // bytes a CTA may ask for
@@ -34,9 +39,9 @@ Arch arch_of(int compute_capability);
 // sm_90 on newer GPUs where "90+PTX" is its newest. kCpu: none.
 Arch arch_of(int compute_capability, std::string_view archs);
 
-// Whether the code that a build for `archs` runs there is that for sm_90a. The environment variable
-// FLASHATTN_NO_SM90=1 says no, to compare kernels.
-bool runs_sm90a(int compute_capability, std::string_view archs);
+// Both, where the code that a build for `archs` runs there is that for sm_90a. To compare kernels
+// the environment variable FLASHATTN_NO_SM90 excludes "forward", "backward" or, as "1", both.
+Sm90aPasses sm90a_passes(int compute_capability, std::string_view archs);
 
 // Whether a binary built for `archs` ("80+PTX;90a", the form of FLASHATTN_CUDA_ARCHS) runs on a
 // GPU: machine code runs on its own major version from its minor on ("a": on that very one alone),

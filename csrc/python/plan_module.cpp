@@ -142,7 +142,7 @@ Device make_device(const std::string& name, int compute_capability, int sm_count
                    int64_t smem_per_block, int64_t smem_per_sm,
                    const std::optional<std::string>& archs) {
   const Arch arch = archs ? arch_of(compute_capability, *archs) : arch_of(compute_capability);
-  const bool sm90a = runs_sm90a(compute_capability, archs ? *archs : "80+PTX;90a");
+  const Sm90aPasses sm90a = sm90a_passes(compute_capability, archs ? *archs : "80+PTX;90a");
   return {name, arch, sm90a, compute_capability, sm_count, smem_per_block, smem_per_sm};
 }
 
@@ -153,7 +153,9 @@ void bind_device(py::module_& module) {
            py::arg("archs") = py::none())
       .def_readonly("name", &Device::name)
       .def_property_readonly("arch", [](const Device& d) { return arch_name(d.arch); })
-      .def_readonly("sm90a", &Device::sm90a)
+      .def_property_readonly(
+          "sm90a",
+          [](const Device& d) { return py::make_tuple(d.sm90a.forward, d.sm90a.backward); })
       .def_readonly("compute_capability", &Device::compute_capability)
       .def_readonly("sm_count", &Device::sm_count)
       .def_readonly("smem_per_block", &Device::smem_per_block)
