@@ -22,7 +22,7 @@ struct Sm90aPasses {
 struct Device {
   std::string name = "cpu";
   Arch arch = Arch::kCpu;  // whose code it runs: the build has a say in it
-  Sm90aPasses sm90a;
+  Sm90aPasses sm90a = {};
   int compute_capability = 0;  // 80, 86, 89, 90, 100, ...
   int sm_count = 0;            // CPU: threads
   int64_t smem_per_block = 0;  // bytes a CTA may ask for
