@@ -25,6 +25,14 @@ decltype(&cuTensorMapEncodeTiled) find_encoder() {
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
+// Makes the device's context the thread's. The runtime does so at a thread's first launch, which a
+// tensor map comes before.
+void bind_context() {
+  int device = 0;
+  FLASHATTN_CUDA_CHECK(cudaGetDevice(&device));
+  FLASHATTN_CUDA_CHECK(cudaSetDevice(device));
+}
+
 }  // namespace
 
 CUtensorMap make_tensor_map(const void* data, int64_t batch, int64_t heads, int64_t rows,
@@ -42,10 +50,16 @@ CUtensorMap make_tensor_map(const void* data, int64_t batch, int64_t heads, int6
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), sizes, strides, box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto try_encoding = [&] {
+    return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), sizes, strides,
+                  box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = try_encoding();
+  if (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_NOT_INITIALIZED) {
+    bind_context();
+    result = try_encoding();
+  }
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("flashattn: cuTensorMapEncodeTiled failed with CUresult " +
                              std::to_string(result));

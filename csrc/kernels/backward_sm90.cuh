@@ -205,7 +205,6 @@ struct BackwardSm90 : BackwardSm90Load<kType, kHeadDim> {
                                ds[i][0]);
       }
       ptx::fence_async_shared();
-      __syncwarp();
       arrive(shared.ds_full[place.slot]);
     }
 

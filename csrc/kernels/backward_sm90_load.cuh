@@ -76,8 +76,9 @@ struct BackwardSm90Load {
   static __device__ __forceinline__ void wait(const uint64_t& barrier, uint32_t parity) {
     ptx::mbarrier_wait(address(&barrier), parity);
   }
-  // One arrival for the warp.
+  // One arrival for the warp, behind what all of its lanes read and wrote.
   static __device__ __forceinline__ void arrive(const uint64_t& barrier) {
+    __syncwarp();
     ptx::mbarrier_arrive_elect(address(&barrier));
   }
 
