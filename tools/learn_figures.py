@@ -15,7 +15,7 @@ FIGURE = re.compile(r"(\d[\d.]*)<!--(\S+\.json) ([^>]+?)-->")
 
 
 def value(file: str, path: list[str]) -> float:
-    """A figure of a benchmark is named by cell, pass, attention and metric, others by their keys."""
+    """A benchmark's figure is named by cell, pass, attention and metric, others by their keys."""
     data = json.loads((ROOT / file).read_text())
     if "cells" in data:
         data = {cell["name"]: cell["passes"] for cell in data["cells"]}
