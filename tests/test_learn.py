@@ -109,6 +109,11 @@ def blocks(text):
         start = None
 
 
+def prose(text):
+    """Without the fenced blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
 QUOTED = re.compile(r"From \[`[^`]+`\]\(([^)]+)\).*:$")
 
 
@@ -124,7 +129,7 @@ def test_quoted_code_is_that_of_the_files(chapter):
 
 @pytest.mark.parametrize("text", TEXTS, ids=stem)
 def test_links(text):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text.read_text()):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose(text.read_text())):
         if not target.startswith("http"):
             assert (DOCS / target).exists(), f"{text.name}: {target}"
 
@@ -138,9 +143,9 @@ def test_figures_are_those_of_the_json(text):
     figures = load(ROOT / "tools", "learn_figures")
     whole = text.read_text()
     assert figures.with_figures(whole) == whole, "python tools/learn_figures.py puts them right"
-    prose = re.sub(r"^```.*?^```", "", whole, flags=re.DOTALL | re.MULTILINE)
-    assert not re.search(rf"\d\s?{UNITS}\b", prose), re.search(rf".*\d\s?{UNITS}\b", prose)[0]
-    bare = re.search(r"^\|.*\|\s*[\d.]+\s*\|.*$", prose, re.MULTILINE)
+    said = prose(whole)
+    assert not re.search(rf"\d\s?{UNITS}\b", said), re.search(rf".*\d\s?{UNITS}\b", said)[0]
+    bare = re.search(r"^\|.*\|\s*[\d.]+\s*\|.*$", said, re.MULTILINE)
     assert not bare, bare[0]
 
 

@@ -4,10 +4,12 @@ python examples/learn/run_chapter.py 5      # chapter 5, in Triton's interpreter
 """
 
 import linecache
+import os
 import sys
 from pathlib import Path
 
-CHAPTERS = Path(__file__).parents[2] / "docs" / "learn"
+ROOT = Path(__file__).resolve().parents[2]
+CHAPTERS = ROOT / "docs" / "learn"
 
 
 def code_of(chapter: Path) -> str:
@@ -22,6 +24,7 @@ def code_of(chapter: Path) -> str:
 
 
 def run(chapter: Path) -> None:
+    os.chdir(ROOT)  # chapters name files from there
     name, code = str(chapter), code_of(chapter)
     # Triton reads the sources of kernels through linecache, where prose would not parse.
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
