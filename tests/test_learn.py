@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 DOCS, EXAMPLES = ROOT / "docs" / "learn", ROOT / "examples" / "learn"
 CHAPTERS = sorted(DOCS.glob("[0-9]*.md"))
 TEXTS = [*CHAPTERS, DOCS / "README.md"]
-HELPERS = ("device", "run_chapter")
+# Not programs that check themselves; the last one needs a GPU, and minutes.
+HELPERS = ("device", "run_chapter", "tune_triton_attention")
 PROGRAMS = sorted(path for path in EXAMPLES.glob("*.py") if path.stem not in HELPERS)
 CUDA_PROGRAMS = sorted(EXAMPLES.glob("*.cu"))
 HOPPER_ONLY = ("hopper",)

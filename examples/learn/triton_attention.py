@@ -1,8 +1,5 @@
 """Exact attention in Triton, forward and backward: where the chapters of docs/learn lead.
 
-python examples/learn/triton_attention.py          # checks itself against flashattn.reference
-python examples/learn/triton_attention.py --tune   # on a GPU: times the candidates of the tiles
-
 The formulas are those of FlashAttention-2 (Dao 2023): algorithm 1 forward, algorithm 2 backward,
 but for dQ, which has a kernel of its own here instead of atomic additions. q, k, v are (batch,
 seqlen, heads, headdim) as in flashattn, fp16 or bf16 (fp32 too, slowly), headdim a power of two
@@ -11,10 +8,7 @@ through tensor descriptors, which are TMA on Hopper: rows beyond the end arrive 
 not stored.
 """
 
-import argparse
 import functools
-import itertools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -45,16 +39,11 @@ class Tile:
         return blocks | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# For each kernel the tile of head dims up to the key, and those that --tune tries.
+# For each kernel the tile of head dims up to the key; tune_triton_attention.py tries others.
 TILES = {
-    "forward": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(128, 64, 8, 2)},
+    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 128, 8, 2), 256: Tile(128, 64, 8, 2)},
     "dkdv": {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
     "dq": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
-}
-CANDIDATES = {
-    "forward": ((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)),
-    "dkdv": ((32, 64, 128), (64, 128), (4, 8), (2, 3)),
-    "dq": ((64, 128), (32, 64, 128), (4, 8), (2, 3)),
 }
 
 
@@ -408,9 +397,9 @@ class TritonAttention(torch.autograd.Function):
 
 def aligned(x: Tensor) -> Tensor:
     """x itself where a tensor descriptor can take it: rows in one piece, addresses in 16 bytes."""
-    strides = all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-    fits = x.stride(-1) == 1 and strides and x.data_ptr() % 16 == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    strides = [stride * x.element_size() for stride in x.stride()[:-1]]
+    fits = x.stride(-1) == 1 and all(stride > 0 and stride % 16 == 0 for stride in strides)
+    return x if fits and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def attention(
@@ -453,49 +442,16 @@ def check(
         worst = max(worst, float((ours.double() - truth).abs().max() / allowed))
     print(
         f"{seqlen_q} x {seqlen_k}, headdim {headdim}, {'causal' if causal else 'full'}, {dtype}: "
-        f"error {worst:.2f} of what plain PyTorch is allowed"
+        f"{worst:.2f} times the error of plain PyTorch"
     )
     assert worst <= 2.0
     return worst
 
 
-def tune(headdim: int, causal: bool, seqlen: int = 16384) -> None:
-    """Times every candidate at batch * heads * headdim = 2048; prints the best of each kernel."""
-    shape = (1, seqlen, 2048 // headdim, headdim)
-    draw = functools.partial(torch.randn, shape, device="cuda", dtype=torch.bfloat16)
-    q, k, v, dout = (draw() for _ in range(4))
-    scale = headdim**-0.5
-    out, lse = forward(q, k, v, scale, causal)
-    delta = row_products(out, dout)
-    flops = 4 * math.prod(shape) * seqlen / (2 if causal else 1)
-    runs = {
-        "forward": (lambda tile: forward(q, k, v, scale, causal, tile), 1.0),
-        "dkdv": (lambda tile: grad_kv(q, k, v, dout, lse, delta, scale, causal, tile), 2.0),
-        "dq": (lambda tile: grad_q(q, k, v, dout, lse, delta, scale, causal, tile), 1.5),
-    }
-    for kernel, (run, products) in runs.items():
-        times = {}
-        for candidate in itertools.product(*CANDIDATES[kernel]):
-            tile = Tile(*candidate)
-            try:
-                times[tile] = triton.testing.do_bench(functools.partial(run, tile))
-            except (triton.runtime.errors.OutOfResources, triton.compiler.CompilationError):
-                continue  # more shared memory or registers than an SM has
-        for tile, time in sorted(times.items(), key=lambda item: item[1])[:4]:
-            speed = flops * products / time / 1e9
-            print(f"{kernel:8} headdim {headdim}{' causal' * causal}: {tile} {speed:.0f} TFLOP/s")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tune", action="store_true")
-    if parser.parse_args().tune:
-        for headdim, causal in itertools.product((64, 128), (False, True)):
-            tune(headdim, causal)
-        return
     for causal in (False, True):
-        check(1, 200, 200, 2, 64, causal, torch.float16)
-        check(1, 150, 260, 1, 64, causal, torch.bfloat16)
+        check(1, 200, 200, 1, 64, causal, torch.float16)
+        check(1, 100, 150, 2, 64, causal, torch.bfloat16)
     check(2, 130, 70, 1, 32, True, torch.float16)  # queries that see no key
     if DEVICE == "cpu":
         check(1, 100, 100, 1, 128, True, torch.float32)
