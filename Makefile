@@ -17,7 +17,7 @@ linters := $(VENV)/.flashattn-linters
 built := $(VENV)/.flashattn-built
 settings := $(VENV)/.flashattn-settings
 sources := $(shell find csrc -type f) setup.py pyproject.toml tools/compile_objects.py
-formatted := $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+formatted := $(shell find csrc examples -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: help setup build test demo bench lint format sanitize gpu-test clean distclean always
 

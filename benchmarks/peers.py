@@ -5,8 +5,10 @@ that they want, so nobody pays for a copy."""
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -131,6 +133,20 @@ def _flex(inputs: Inputs) -> Call:
     return Call(function, transposed=True)
 
 
+def _triton(inputs: Inputs) -> Call:
+    cell = inputs.cell
+    if inputs.device != "cuda":
+        raise Unsupported("on the CPU Triton only has an interpreter")
+    if cell.lengths or cell.kv_heads != cell.heads or cell.v_dim != cell.headdim:
+        raise Unsupported("one length, as many key heads as query heads and one head dim only")
+    folder = str(Path(__file__).parent.parent / "examples" / "learn")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    from triton_attention import attention
+
+    return Call(functools.partial(attention, causal=cell.causal))
+
+
 PEERS: dict[str, Callable[[Inputs], Call]] = {
     OURS: _flashattn,
     "sdpa": _sdpa,  # torch's own choice
@@ -138,6 +154,7 @@ PEERS: dict[str, Callable[[Inputs], Call]] = {
     "cudnn": functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "efficient": functools.partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
     "math": functools.partial(_sdpa, backend=SDPBackend.MATH),
+    "triton": _triton,  # examples/learn/triton_attention.py
     "flex": _flex,  # FlexAttention under torch.compile: minutes of compile time for a long preset
 }
 DEFAULT_PEERS = {"cuda": ("fa2", "cudnn", "efficient"), "cpu": ("sdpa",)}
