@@ -335,7 +335,7 @@ class ForwardSm90Consumer {
                                           (x.z ^ sign) & keep, (x.w ^ sign) & keep));
     }
     ptx::fence_async_shared();
-    ptx::barrier_sync(Config::kQueriesPrepared + warpgroup_, 128);
+    ptx::named_barrier_sync(Config::kQueriesPrepared + warpgroup_, 128);
   }
 
   // The rows of this warp in a tile's sequence.

@@ -176,7 +176,7 @@ class ForwardSm90Helper {
       place_.wait_empty(shared_.v_empty);
       copy<TileV>(shared_.v[slot], params_.v, work.batch, work.k_rows, work.head_k,
                   params_.shape.headdim_v, block * kBlockN);
-      ptx::barrier_sync(Config::kHelped, kThreadsHere);
+      ptx::named_barrier_sync(Config::kHelped, kThreadsHere);
     } else if (partial) {
       ptx::mbarrier_wait(ptx::shared_address(&shared_.v_landed[slot]),
                          landed_parities_ >> slot & 1);
@@ -204,7 +204,7 @@ class ForwardSm90Helper {
   // What all helpers wrote is there for the tensor cores.
   __device__ __forceinline__ void publish(uint64_t& full) const {
     ptx::fence_async_shared();
-    ptx::barrier_sync(Config::kHelped, kThreadsHere);
+    ptx::named_barrier_sync(Config::kHelped, kThreadsHere);
     if (thread() == 0) ptx::mbarrier_arrive(ptx::shared_address(&full));
   }
 

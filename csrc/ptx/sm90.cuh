@@ -49,11 +49,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// PTX ISA: Parallel Synchronization, barrier: among `threads` of the CTA.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // A box of a tensor into shared memory; columns and rows past its end are zeros. PTX ISA: Data
 // Movement, cp.async.bulk.tensor.
 __device__ __forceinline__ void tma_load_4d(uint32_t shared, const void* tensor_map,
@@ -73,10 +68,6 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
           "r"(shared),
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
-}
-
-__device__ __forceinline__ void prefetch_tensor_map(const void* tensor_map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");
 }
 
 // Orders this thread's accesses to shared memory before later ones of tensor cores and copies.
