@@ -247,11 +247,14 @@ def gpu(q: Tensor) -> None:
     major, minor = torch.cuda.get_device_capability(q.device)
     archs = _ops.build_info["archs"]
     if not _plan.kernel_image_available(archs, 10 * major + minor):
-        raise NotImplementedError(
+        message = (
             f"q: is on {torch.cuda.get_device_name(q.device)}, compute capability {major}.{minor}, "
-            f"and this build of flashattn is for {archs}; build it with "
-            f"FLASHATTN_CUDA_ARCHS={major}{minor}"
+            f"and this build of flashattn is for {archs}"
         )
+        if major >= 8:
+            own = f"{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
+            message += f"; build it with FLASHATTN_CUDA_ARCHS={own}"
+        raise NotImplementedError(message)
 
 
 def same_layout(q: Tensor, k: Tensor, v: Tensor, layout: dict[str, str]) -> None:

@@ -285,7 +285,8 @@ def test_who_gets_the_sm90_backward():
 
     for dims in ((64, 64), (8, 64), (128, 128), (96, 96), (40, 128), (128, 64)):
         options = {"headdim": dims[0], "headdim_v": dims[1]}
-        assert kernel(**options) == kernel(**options, aligned16=False) == "backward_sm90"
+        assert kernel(**options) == "backward_sm90"
+        assert kernel(**options, aligned16=False) == "backward_sm80"
         assert kernel(**options, packed=True) == "backward_sm90"
         # The order is that of dq's sums, but which gradients are wanted must not change another.
         assert kernel(**options, deterministic=True) == "backward_sm80"

@@ -59,8 +59,9 @@ void backward_cuda(const Plan& plan, const BackwardParams& params, void* stream)
   static constexpr auto launchers = backward_launchers<kType>(HeadDimsSequence());
   run_backward_preprocess<kType>(params, stream);
   if (plan.kernel == Kernel::kBackwardSm90) {
-    if (plan.accum_headdim == 64) {
-      run_backward_sm90<kType, 64>(params, stream);
+    constexpr int kSmall = sm90_backward_headdim(1, 1);
+    if (plan.accum_headdim == kSmall) {
+      run_backward_sm90<kType, kSmall>(params, stream);
     } else {
       run_backward_sm90<kType, kSm90BackwardHeadDim>(params, stream);
     }

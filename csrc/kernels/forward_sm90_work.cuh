@@ -25,7 +25,7 @@ struct ForwardSm90Work {
   SeqRows q_rows, k_rows;
   SequenceMask mask;
   BlockRange keys;                 // that the tile sees
-  BlockRange own[kMaxWarpgroups];  // that 64 of its queries see; where they see none, [end, end)
+  BlockRange own[kMaxWarpgroups];  // that 64 of its queries see; empty at keys.begin: they see none
   int head, head_k;
   int first_row;  // of the tile in the sequence; -1: no more tiles
 

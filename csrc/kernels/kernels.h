@@ -24,7 +24,7 @@ void run_backward_cpu(const BackwardParams& params, const ParallelFor& parallel)
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_forward_sm80(const ForwardParams& params, void* stream);
 
-// Needs tensors that TMA reaches (see Problem in plan/plan.h).
+// Head dims are multiples of 8.
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_forward_sm90(const ForwardParams& params, const ForwardSchedule& schedule, void* stream);
 
@@ -37,7 +37,7 @@ void run_backward_preprocess(const BackwardParams& params, void* stream);
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_backward_sm80(const BackwardParams& params, SmemClass smem, void* stream);
 
-// The same for head dims up to kHeadDim, on tensors that TMA reaches; in no fixed order.
+// The same for head dims up to kHeadDim, multiples of 8; dq's sums are in no fixed order.
 template <DType kType, int kHeadDim>
 void run_backward_sm90(const BackwardParams& params, void* stream);
 

@@ -170,6 +170,7 @@ const char* why_not_backward_sm90(const Problem& problem) {
   if (problem.headdim % 8 != 0 || problem.headdim_v % 8 != 0) {
     return "a head dim is no multiple of 8";
   }
+  if (!problem.aligned16) return "a pointer or a stride is no multiple of 16 bytes";
   // Whether dq is wanted has no say: it must not change dk.
   if (problem.deterministic) return "dq is summed in a fixed order";
   if (problem.headdim > kSm90BackwardHeadDim || problem.headdim_v > kSm90BackwardHeadDim) {

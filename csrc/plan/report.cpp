@@ -77,6 +77,8 @@ std::string number(double value) {
 
 std::string dims(int qk, int v) { return std::to_string(qk) + "/" + std::to_string(v); }
 
+std::string mib(int64_t bytes) { return number(static_cast<double>(bytes) / (1 << 20)) + " MiB"; }
+
 std::string kib(int64_t bytes) { return number(static_cast<double>(bytes) / 1024) + " KiB"; }
 
 bool is_sm90(const Plan& plan) {
@@ -143,7 +145,7 @@ std::string why_blocks(const PlanReport& report) {
 }
 
 std::string why_workspace(const Plan& plan, const Problem& problem) {
-  std::string text = "workspace " + kib(plan.workspace.bytes) + ": lse and delta in fp32";
+  std::string text = "workspace " + mib(plan.workspace.bytes) + ": lse and delta in fp32";
   if (problem.need_dq) text += ", dq summed in fp32 over key blocks";
   if (plan.dq_turns_per_head > 0) text += " in a fixed order (deterministic)";
   return text;

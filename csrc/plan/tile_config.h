@@ -116,8 +116,7 @@ constexpr int sm90_backward_headdim(int headdim, int headdim_v) {
   return headdim <= 64 && headdim_v <= 64 ? 64 : kSm90BackwardHeadDim;
 }
 
-// K and V; `stages` times Q, dO and their statistics; two buffers of dS; barriers, and what brings
-// the start to a multiple of 1024.
+// K and V; `stages` times Q, dO and their statistics; two buffers of dS; barriers.
 constexpr int64_t sm90_backward_smem_bytes(int headdim) {
   constexpr int64_t kBarriers = 256;
   Sm90BackwardTile tile = sm90_backward_tile(headdim);

@@ -1,5 +1,5 @@
 // Online softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1), for accumulators
-// with queries as rows. The only place that guards -inf.
+// with queries as rows. -inf is guarded here and in tile/reference_softmax.cuh alone.
 //
 // Probabilities are kept relative to a reference, not to the running maximum itself: exp2 stays in
 // range as long as no score is more than kSlackLog2 octaves above it, so the output is rescaled

@@ -1,9 +1,9 @@
 // NaN and Inf behind a mask. On the tensor cores a hidden pair contributes 0 * B, which is NaN
 // where B isn't finite; but a NaN must reach the rows that see it and no others. So in partial
 // blocks the special values of B are set to 0 in shared memory, by the thread that copied them
-// there and before the barrier that publishes them; afterwards the kernel adds them, from global
-// memory, to the results that see them. In full blocks the products do the right thing by
-// themselves.
+// there (sm_90a: by helpers, TMA copies) and before the barrier that publishes them; afterwards the
+// kernel adds them, from global memory, to the results that see them. In full blocks the products
+// do the right thing by themselves.
 #pragma once
 
 #include "common/mask.h"
