@@ -1,7 +1,8 @@
 """Where the programs of this folder run: on a GPU where there is one, else in Triton's interpreter.
 
 Import it before triton, which reads TRITON_INTERPRET when it is imported and when a kernel is
-defined. TRITON_INTERPRET=1 chooses the interpreter on a machine with a GPU too.
+defined. TRITON_INTERPRET=1 chooses the interpreter on a machine with a GPU too. A program of your own
+that uses Triton has to import it as well, for the interpreter's sake.
 """
 
 import os
@@ -23,3 +24,9 @@ if DEVICE == "cpu":
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = _patch_tensor
+
+
+def check(*tensors: torch.Tensor) -> None:
+    """Refuses bf16 in the interpreter, which would compute with its bits as integers."""
+    if DEVICE == "cpu" and any(x.dtype == torch.bfloat16 for x in tensors):
+        raise TypeError("Triton's interpreter takes bf16's bits for integers: use fp16 or fp32")
