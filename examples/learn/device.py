@@ -1,8 +1,7 @@
 """Where the programs of this folder run: on a GPU where there is one, else in Triton's interpreter.
 
 Import it before triton, which reads TRITON_INTERPRET when it is imported and when a kernel is
-defined. TRITON_INTERPRET=1 chooses the interpreter on a machine with a GPU too. A program of your own
-that uses Triton has to import it as well, for the interpreter's sake.
+defined. TRITON_INTERPRET=1 chooses the interpreter on a machine with a GPU too.
 """
 
 import os
