@@ -3,7 +3,7 @@
 import math
 
 import torch
-from device import DEVICE  # before triton
+from device import DEVICE, check  # before triton
 from torch import Tensor
 
 # isort: split
@@ -67,6 +67,7 @@ def forward_kernel(
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q, k, v (heads, seqlen, headdim), contiguous, headdim a power of two from 16 on."""
+    check(q, k, v)
     heads, seqlen_q, headdim = q.shape
     out, lse = torch.empty_like(q), q.new_empty((heads, seqlen_q), dtype=torch.float32)
     block_m, block_n = 64, 32

@@ -1,7 +1,7 @@
 """Chapter 7: a causal mask by ranges of blocks: empty ones are skipped, full ones not masked."""
 
 import torch
-from device import DEVICE  # before triton
+from device import DEVICE, check  # before triton
 from torch import Tensor
 
 # isort: split
@@ -83,6 +83,7 @@ def causal_kernel(
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal, aligned to the bottom right; q, k, v (heads, seqlen, headdim), contiguous."""
+    check(q, k, v)
     heads, seqlen_q, headdim = q.shape
     out = torch.empty_like(q)
     block_m, block_n = 64, 32

@@ -23,3 +23,9 @@ if DEVICE == "cpu":
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = _patch_tensor
+
+
+def check(*tensors: torch.Tensor) -> None:
+    """Refuses bf16 in the interpreter, which would compute with its bits as integers."""
+    if DEVICE == "cpu" and any(x.dtype == torch.bfloat16 for x in tensors):
+        raise TypeError("Triton's interpreter takes bf16's bits for integers: use fp16 or fp32")

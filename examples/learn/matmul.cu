@@ -31,8 +31,8 @@ __global__ void matmul_blocked(const float* a, const float* b, float* c, int m, 
   if (row < m && col < n) c[row * n + col] = sum;
 }
 
-// One warp, one 16x16 tile of C: an instruction multiplies two 16x16 fragments that are spread over
-// the registers of its 32 threads. Sizes are multiples of 16.
+// One warp, one 16x16 tile of C: a call of mma_sync multiplies two 16x16 fragments that are spread
+// over the registers of its 32 threads. Sizes are multiples of 16.
 __global__ void matmul_tensor_cores(const half* a, const half* b, float* c, int n, int k) {
   using namespace nvcuda;
   wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major> a_tile;

@@ -1,7 +1,7 @@
 """Chapter 4: a matrix product by blocks, in PyTorch and in Triton."""
 
 import torch
-from device import DEVICE  # before triton
+from device import DEVICE, check  # before triton
 from torch import Tensor
 
 # isort: split
@@ -50,6 +50,7 @@ def matmul_kernel(
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
+    check(a, b)
     (m, k), n = a.shape, b.shape[1]
     c = a.new_empty(m, n)
     block_m, block_n, block_k = 64, 64, 32

@@ -20,7 +20,8 @@ def softmax_online(x: Tensor) -> Tensor:
     m, total = -math.inf, 0.0
     for value in x.tolist():
         m_new = max(m, value)
-        total = total * math.exp(m - m_new) + math.exp(value - m_new)
+        reference = 0.0 if m_new == -math.inf else m_new  # -inf - -inf is NaN
+        total = total * math.exp(m - reference) + math.exp(value - reference)
         m = m_new
     return (x - m).exp() / total
 
@@ -48,6 +49,8 @@ def main() -> None:
         torch.testing.assert_close(softmax(x), expected)
     assert softmax_naive(1000 * x).isnan().any()  # inf / inf
     torch.testing.assert_close(softmax_online(1000 * x), (1000 * x).softmax(0))
+    hidden = x.masked_fill(torch.arange(50) < 20, -math.inf)
+    torch.testing.assert_close(softmax_online(hidden), hidden.softmax(0))
 
     state = state_of(x[:0])
     for part in x.split(7):

@@ -1,7 +1,7 @@
 """Chapter 3: a Triton kernel that takes views as they are, by their shapes and strides."""
 
 import torch
-from device import DEVICE  # before triton
+from device import DEVICE, check  # before triton
 from torch import Tensor
 
 # isort: split
@@ -28,6 +28,7 @@ def scale_kernel(
 
 def scale(x: Tensor, factor: float) -> Tensor:
     """factor * x of any view (batch, seqlen, heads, headdim); headdim a power of two."""
+    check(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     batch, rows, heads, headdim = x.shape
     block = 16

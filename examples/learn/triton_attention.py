@@ -420,7 +420,8 @@ def attention(
 def check(
     batch: int, seqlen_q: int, seqlen_k: int, heads: int, headdim: int, causal: bool, dtype
 ) -> float:
-    """The largest error of out, dq, dk, dv against fp64, in units of what plain PyTorch errs by."""
+    """The largest error of out, dq, dk, dv against fp64, over what plain PyTorch errs by plus one
+    rounding step. Up to 2 passes."""
     from flashattn import reference
 
     def run(function, dtype):
@@ -438,11 +439,11 @@ def check(
     for ours, plain, truth in zip(got, eager, exact, strict=True):
         assert ours.isfinite().all()
         step = torch.finfo(dtype).eps * truth.abs().max()
-        allowed = (plain.double() - truth).abs().max() + step
-        worst = max(worst, float((ours.double() - truth).abs().max() / allowed))
+        unit = (plain.double() - truth).abs().max() + step
+        worst = max(worst, float((ours.double() - truth).abs().max() / unit))
     print(
         f"{seqlen_q} x {seqlen_k}, headdim {headdim}, {'causal' if causal else 'full'}, {dtype}: "
-        f"{worst:.2f} times the error of plain PyTorch"
+        f"{worst:.2f} times (the error of plain PyTorch + a rounding step), 2 is allowed"
     )
     assert worst <= 2.0
     return worst

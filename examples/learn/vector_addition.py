@@ -1,7 +1,7 @@
 """Chapter 1: out = x + y in PyTorch and in Triton."""
 
 import torch
-from device import DEVICE  # before triton
+from device import DEVICE, check  # before triton
 from torch import Tensor
 
 # isort: split
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     x = tl.load(x_ptr + i, mask=inside)
     y = tl.load(y_ptr + i, mask=inside)
@@ -19,6 +19,7 @@ def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
+    check(x, y)
     out = torch.empty_like(x)
     n, block = x.numel(), 256
     add_kernel[(triton.cdiv(n, block),)](x, y, out, n, BLOCK=block)
