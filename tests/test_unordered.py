@@ -1,5 +1,5 @@
-"""The backward without `deterministic`: kernels may add dq's parts in any order. Everything else has
-one order, and its bits; dq has its NaNs and, to some rounding steps, its values."""
+"""The backward without `deterministic`: kernels may add dq's parts in any order. Everything else
+has one order, and its bits; dq has its NaNs and, to some rounding steps, its values."""
 
 import pytest
 import torch
