@@ -15,6 +15,7 @@
 #include "kernels/kernels.h"
 #include "tile/fragment.cuh"
 #include "tile/mask_apply.cuh"
+#include "tile/score_gradients.cuh"
 #include "tile/turn.cuh"
 
 namespace flashattn {
@@ -22,11 +23,11 @@ namespace flashattn {
 template <DType kType, int kHeadDim, int kHeadDimV, SmemClass kSmem>
 struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
   using Base = BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem>;
-  using Base::any_large_lse, Base::load_keys, Base::load_queries, Base::zero_hidden_specials;
   using Base::kBlockM, Base::kBlockN, Base::kWarps, Base::kThreads, Base::kTile;
   using Base::kGradRows, Base::kGradWarpsD, Base::kDqRows, Base::kDqWarpsD;
   using Base::kPInRegisters, Base::kScoreRows, Base::kSubM, Base::kSubs;
   using Base::kSmemV, Base::kSmemP;
+  using Base::load_keys, Base::load_queries, Base::zero_hidden_specials;
   using typename Base::E, typename Base::Roles, typename Base::Step, typename Base::Work;
   using typename Base::TileDo, typename Base::TileK, typename Base::TileP, typename Base::TileQ,
       typename Base::TileV;
@@ -52,31 +53,8 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
     tile::clear(p);
     tile::gemm_abt<E, kHeadDim>(p, tile::LaneAddress<TileK>(work.smem, roles.score_row, roles.rows),
                                 tile::LaneAddress<TileQ>(step.q(work), col, roles.chunks));
-    if (step.large_lse) {
-      exponentials<true>(work, step, col, p);
-    } else {
-      exponentials<false>(work, step, col, p);
-    }
+    tile::probabilities(p, step.stats(work), col, work.params.shape.softmax_scale, step.large_lse);
     hide(work, roles, step, col, p);
-  }
-
-  template <bool kLarge>
-  static __device__ __forceinline__ void exponentials(const Work& work, const Step& step, int col,
-                                                      Scores& p) {
-    float scale = work.params.shape.softmax_scale;
-    uint32_t stats = step.stats(work) + (col + threadIdx.x % 4 * 2) * 4;
-#pragma unroll
-    for (int n = 0; n < kSubM / 8; ++n) {
-      float2 lse_log2 = ptx::load_shared_f2(stats + n * 32);
-#pragma unroll
-      for (int m = 0; m < kScoreRows / 16; ++m)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float lse = e % 2 ? lse_log2.y : lse_log2.x;
-          p[m][n][e] = kLarge ? tile::LseLog2::probability(p[m][n][e], scale, lse)
-                              : ptx::exp2_approx(fmaf(p[m][n][e], scale * tile::kLog2E, -lse));
-        }
-    }
   }
 
   // dS^T = P^T * (V dO^T - delta), for the same pairs.
@@ -87,17 +65,7 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
     tile::gemm_abt<E, kHeadDimV>(
         ds, tile::LaneAddress<TileV>(work.smem + kSmemV, roles.score_row, roles.rows),
         tile::LaneAddress<TileDo>(step.dout(work), col, roles.chunks));
-    uint32_t stats = step.stats(work) + (kBlockM + col + threadIdx.x % 4 * 2) * 4;
-#pragma unroll
-    for (int n = 0; n < kSubM / 8; ++n) {
-      float2 delta = ptx::load_shared_f2(stats + n * 32);
-#pragma unroll
-      for (int m = 0; m < kScoreRows / 16; ++m)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          ds[m][n][e] = p[m][n][e] * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
-        }
-    }
+    tile::score_gradients(ds, p, step.stats(work), kBlockM + col);
     hide(work, roles, step, col, ds);
   }
 
@@ -235,7 +203,7 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
       special |= zero_hidden_specials(work, step);
       // This step's Q and dO are here, the last step's dS^T too, and its Q and dO are done with.
       __syncthreads();
-      step.large_lse = any_large_lse(work, step);
+      step.large_lse = tile::any_large_lse<kBlockM>(step.stats(work));
       if (kTile.stages == 2) load_queries(work, next);
       if constexpr (kPInRegisters) {
         key_gradients(work, roles, step, dk, dv);

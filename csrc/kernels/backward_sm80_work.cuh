@@ -163,17 +163,6 @@ struct BackwardSm80Work {
     ptx::cp_async_commit();
   }
 
-  static __device__ __forceinline__ bool any_large_lse(const Work& work, const Step& step) {
-    static_assert(kBlockM % 32 == 0, "every lane looks at as many rows");
-    bool large = false;
-#pragma unroll
-    for (int row = 0; row < kBlockM; row += 32) {
-      large |= tile::LseLog2::large(
-          ptx::load_shared_f32(step.stats(work) + (row + threadIdx.x % 32) * 4));
-    }
-    return __any_sync(~0u, large);
-  }
-
   // What this thread copied for a step has arrived: sets apart the special values that a mask
   // could hide (tile/special.cuh). A row that sees such a value in q or k has a NaN lse, so that
   // its probabilities are NaN all the same; what it would miss is left to BackwardSpecials.

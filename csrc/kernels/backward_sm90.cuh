@@ -16,8 +16,9 @@
 #include "kernels/backward_sm90_load.cuh"
 #include "kernels/backward_specials.cuh"
 #include "kernels/kernels.h"
+#include "kernels/tensor_maps.h"
 #include "tile/mask_apply.cuh"
-#include "tile/softmax.cuh"
+#include "tile/score_gradients.cuh"
 #include "tile/store.cuh"
 
 namespace flashattn {
@@ -144,55 +145,18 @@ struct BackwardSm90 : BackwardSm90Load<kType, kHeadDim> {
       tile::apply_mask<true>(x, work.mask, work.first_key + 16 * warp, block * kBlockM, 0.f);
     }
 
-    __device__ __forceinline__ bool any_large_lse(int slot) const {
-      bool large = false;
-#pragma unroll
-      for (int row = 0; row < kBlockM; row += 32) {
-        large |= tile::LseLog2::large(shared.lse_log2[slot][row + threadIdx.x % 32]);
-      }
-      return __any_sync(~0u, large);
-    }
-
-    template <bool kLarge>
-    __device__ __forceinline__ void exponentials(int slot, Scores& p) const {
-      float scale = work.params.shape.softmax_scale;
-      uint32_t stats = address(shared.lse_log2[slot]) + threadIdx.x % 4 * 8;
-#pragma unroll
-      for (int n = 0; n < kBlockM / 8; ++n) {
-        float2 lse = ptx::load_shared_f2(stats + n * 32);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float of_row = e % 2 ? lse.y : lse.x;
-          p[0][n][e] = kLarge ? tile::LseLog2::probability(p[0][n][e], scale, of_row)
-                              : ptx::exp2_approx(fmaf(p[0][n][e], scale * tile::kLog2E, -of_row));
-        }
-      }
-    }
-
     // P^T of S^T, in place.
     __device__ __forceinline__ void probabilities(int block, int slot, Scores& p) const {
-      if (any_large_lse(slot)) {
-        exponentials<true>(slot, p);
-      } else {
-        exponentials<false>(slot, p);
-      }
+      uint32_t lse_log2 = address(shared.lse_log2[slot]);
+      tile::probabilities(p, lse_log2, 0, work.params.shape.softmax_scale,
+                          tile::any_large_lse<kBlockM>(lse_log2));
       hide(block, p);
     }
 
-    // dS^T = P^T (dP^T - delta), in place of dP^T.
+    // dS^T of dP^T, in place.
     __device__ __forceinline__ void score_gradients(int block, int slot, const Packed& p,
                                                     Scores& ds) const {
-      uint32_t stats = address(shared.delta[slot]) + threadIdx.x % 4 * 8;
-#pragma unroll
-      for (int n = 0; n < kBlockM / 8; ++n) {
-        float2 delta = ptx::load_shared_f2(stats + n * 32);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float2 pair = tile::unpack<E>(p[n / 2][0][n % 2 * 2 + half]);
-          ds[0][n][2 * half] = pair.x * (ds[0][n][2 * half] - delta.x);
-          ds[0][n][2 * half + 1] = pair.y * (ds[0][n][2 * half + 1] - delta.y);
-        }
-      }
+      tile::score_gradients<E>(ds, p, address(shared.delta[slot]), 0);
       hide(block, ds);
     }
 
@@ -316,17 +280,13 @@ template <DType kType, int kHeadDim>
 void run_backward_sm90(const BackwardParams& backward, void* stream) {
   using Kernel = BackwardSm90<kType, kHeadDim>;
   const ProblemShape& shape = backward.shape;
-  auto map = [&shape](const ConstTensor& tensor, const SeqLens& lens, int heads, int columns,
-                      int box_rows) {
-    if (!tensor.aligned16) return CUtensorMap{};  // copied element by element
-    return make_tensor_map(tensor.data, lens.packed() ? 1 : shape.batch, heads, lens.rows, columns,
-                           tensor.stride.batch, tensor.stride.head, tensor.stride.row, box_rows);
-  };
   BackwardSm90Params params{
-      map(backward.q, shape.seqlens_q, shape.heads_q, shape.headdim, Kernel::kBlockM),
-      map(backward.k, shape.seqlens_k, shape.heads_k, shape.headdim, Kernel::kBlockN),
-      map(backward.v, shape.seqlens_k, shape.heads_k, shape.headdim_v, Kernel::kBlockN),
-      map(backward.dout, shape.seqlens_q, shape.heads_q, shape.headdim_v, Kernel::kBlockM),
+      tensor_map(backward.q, shape.seqlens_q, shape, shape.heads_q, shape.headdim, Kernel::kBlockM),
+      tensor_map(backward.k, shape.seqlens_k, shape, shape.heads_k, shape.headdim, Kernel::kBlockN),
+      tensor_map(backward.v, shape.seqlens_k, shape, shape.heads_k, shape.headdim_v,
+                 Kernel::kBlockN),
+      tensor_map(backward.dout, shape.seqlens_q, shape, shape.heads_q, shape.headdim_v,
+                 Kernel::kBlockM),
       backward};
   int64_t grid =
       tile::blocks_per_head(shape.seqlens_k, shape.batch, Kernel::kBlockN) * shape.heads_k;

@@ -9,6 +9,7 @@
 #include "host/launch.cuh"
 #include "kernels/forward_sm90_load.cuh"
 #include "kernels/kernels.h"
+#include "kernels/tensor_maps.h"
 #include "tile/mask_apply.cuh"
 #include "tile/reference_softmax.cuh"
 #include "tile/rescore.cuh"
@@ -459,17 +460,12 @@ template <DType kType, int kHeadDim, int kHeadDimV>
 void run_forward_sm90(const ForwardParams& forward, const ForwardSchedule& schedule, void* stream) {
   using Config = ForwardSm90Config<kType, kHeadDim, kHeadDimV>;
   const ProblemShape& shape = forward.shape;
-  auto map = [&shape](const ConstTensor& tensor, const SeqLens& lens, int heads, int columns,
-                      int box_rows) {
-    if (!tensor.aligned16) return CUtensorMap{};  // copied element by element
-    return make_tensor_map(tensor.data, lens.packed() ? 1 : shape.batch, heads, lens.rows, columns,
-                           tensor.stride.batch, tensor.stride.head, tensor.stride.row, box_rows);
-  };
   ForwardSm90Params params{
-      map(forward.q, shape.seqlens_q, shape.heads_q, shape.headdim, Config::kBlockM),
-      map(forward.k, shape.seqlens_k, shape.heads_k, shape.headdim, Config::kBlockN),
-      map(forward.v, shape.seqlens_k, shape.heads_k, shape.headdim_v, Config::kBlockN), forward,
-      schedule};
+      tensor_map(forward.q, shape.seqlens_q, shape, shape.heads_q, shape.headdim, Config::kBlockM),
+      tensor_map(forward.k, shape.seqlens_k, shape, shape.heads_k, shape.headdim, Config::kBlockN),
+      tensor_map(forward.v, shape.seqlens_k, shape, shape.heads_k, shape.headdim_v,
+                 Config::kBlockN),
+      forward, schedule};
   launch<forward_sm90_kernel<kType, kHeadDim, kHeadDimV>>(
       schedule.ctas, Config::kThreads, static_cast<int>(sizeof(typename Config::Shared)), stream,
       params);
