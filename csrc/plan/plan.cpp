@@ -166,10 +166,15 @@ const char* kernel_name(Kernel kernel) {
   return "unknown";
 }
 
+// By the shape alone: other strides must not change a bit. Rows of whole 16 bytes are what the
+// kernels store.
+const char* why_not_forward_sm90(const Problem& problem) {
+  const bool whole_chunks = problem.headdim % 8 == 0 && problem.headdim_v % 8 == 0;
+  return whole_chunks ? nullptr : "a head dim is no multiple of 8";
+}
+
 const char* why_not_backward_sm90(const Problem& problem) {
-  if (problem.headdim % 8 != 0 || problem.headdim_v % 8 != 0) {
-    return "a head dim is no multiple of 8";
-  }
+  if (const char* reason = why_not_forward_sm90(problem)) return reason;
   if (!problem.aligned16) return "a pointer or a stride is no multiple of 16 bytes";
   // Whether dq is wanted has no say: it must not change dk.
   if (problem.deterministic) return "dq is summed in a fixed order";
@@ -192,10 +197,7 @@ Plan make_forward_plan(const Problem& problem, const Device& device) {
     plan.block_m = kCpuForwardTile.block_m;
     plan.block_n = kCpuForwardTile.block_n;
   } else {
-    // By the shape alone: other strides must not change a bit. Rows of whole 16 bytes are what the
-    // sm_90 kernel stores.
-    const bool sm90 =
-        device.sm90a.forward && problem.headdim % 8 == 0 && problem.headdim_v % 8 == 0;
+    const bool sm90 = device.sm90a.forward && why_not_forward_sm90(problem) == nullptr;
     plan.kernel = sm90 ? Kernel::kForwardSm90 : Kernel::kForwardSm80;
     if (plan.head_dims_index != kNoHeadDims) set_forward_tile(plan);
   }

@@ -104,7 +104,8 @@ struct Plan {
   const char* unsupported_reason = nullptr;
 };
 
-// Why the backward for sm_90a does not take a problem; null: it does.
+// Why a pass for sm_90a does not take a problem; null: it does.
+const char* why_not_forward_sm90(const Problem& problem);
 const char* why_not_backward_sm90(const Problem& problem);
 
 // Both are cheap (no allocation): every launch calls them.

@@ -88,7 +88,7 @@ bool is_sm90(const Plan& plan) {
 std::string why_not_sm90(const Plan& plan, const Problem& problem, const Device& device) {
   const bool possible = is_backward(plan) ? device.sm90a.backward : device.sm90a.forward;
   if (!possible) return "this build has no code for sm_90a or FLASHATTN_NO_SM90 is set";
-  return is_backward(plan) ? why_not_backward_sm90(problem) : "a head dim is no multiple of 8";
+  return is_backward(plan) ? why_not_backward_sm90(problem) : why_not_forward_sm90(problem);
 }
 
 std::string why_kernel(const Plan& plan, const Problem& problem, const Device& device) {
