@@ -274,6 +274,18 @@ def sequences(problem, inputs):
         yield rows_q, rows_k, (slice(None), rows_q)
 
 
+def outside_filled(problem, inputs, value):
+    """The inputs with `value` wherever no sequence is."""
+    used = list(sequences(problem, inputs))
+    changed = {}
+    for name, side in (("q", 0), ("k", 1), ("v", 1), ("dout", 0), ("dlse", 2)):
+        tensor = getattr(inputs, name)
+        changed[name] = torch.full_like(tensor, value)
+        for places in used:
+            changed[name][places[side]] = tensor[places[side]]
+    return inputs.replace(**changed)
+
+
 def expected(problem, inputs, dtype=torch.float64, *, backward=True, dlse=True):
     """The same by the reference in `dtype`: float64 is the truth, the inputs' own is "eager"."""
     leaves = [x.detach().to(dtype).requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v)]

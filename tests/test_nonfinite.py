@@ -4,7 +4,7 @@ Backward runs are deterministic ones: bits are compared."""
 
 import pytest
 import torch
-from cases import attend, fixed, make_inputs, packed, sequences
+from cases import attend, fixed, make_inputs, outside_filled, packed, sequences
 from tolerance import same_bits, same_result
 
 NAN, INF = float("nan"), float("inf")
@@ -69,29 +69,16 @@ def test_rows_outside_every_sequence(is_causal, poison, device, dtype):
         headdim=128,
     )
     inputs = make_inputs(problem, device, dtype)
-    used = {"q": [], "k": []}
-    for rows_q, rows_k, _ in sequences(problem, inputs):
-        used["q"].append(rows_q)
-        used["k"].append(rows_k)
-
-    def with_unused(value):
-        changed = {}
-        for name, side in (("q", "q"), ("k", "k"), ("v", "k"), ("dout", "q"), ("dlse", "q")):
-            tensor = getattr(inputs, name)
-            filled = torch.full_like(tensor, value)
-            for rows in used[side]:
-                place = (slice(None), rows) if name == "dlse" else rows
-                filled[place] = tensor[place]
-            changed[name] = filled
-        return attend(problem, inputs.replace(**changed), deterministic=True)
-
-    wanted, got = with_unused(0.0), with_unused(poison)
+    wanted, got = (
+        attend(problem, outside_filled(problem, inputs, value), deterministic=True)
+        for value in (0.0, poison)
+    )
     same_result(got, wanted)
-    for name, side in (("out", "q"), ("dq", "q"), ("dk", "k"), ("dv", "k")):
+    for name, side in (("out", 0), ("dq", 0), ("dk", 1), ("dv", 1)):
         tensor = getattr(got, name)
         unused = torch.ones(tensor.shape[0], dtype=torch.bool)
-        for rows in used[side]:
-            unused[rows] = False
+        for places in sequences(problem, inputs):
+            unused[places[side]] = False
         assert (tensor[unused.to(device)] == 0).all(), name
     assert (got.lse[:, 2] == -INF).all()
 

@@ -3,7 +3,7 @@ has one order, and its bits; dq has its NaNs and, to some rounding steps, its va
 
 import pytest
 import torch
-from cases import attend, fixed, make_inputs, packed, sequences
+from cases import attend, fixed, make_inputs, outside_filled, packed
 from tolerance import same_bits
 
 import flashattn
@@ -66,19 +66,10 @@ def test_poison_outside_every_sequence(is_causal, poison, device, dtype):
         headdim=128,
     )
     inputs = make_inputs(problem, device, dtype)
-    rows_q, rows_k, _ = zip(*sequences(problem, inputs), strict=True)
-
-    def with_unused(value):
-        changed = {}
-        for name, used in (("q", rows_q), ("k", rows_k), ("v", rows_k), ("dout", rows_q)):
-            tensor = getattr(inputs, name)
-            filled = torch.full_like(tensor, value)
-            for rows in used:
-                filled[rows] = tensor[rows]
-            changed[name] = filled
-        return attend(problem, inputs.replace(**changed), dlse=False)
-
-    same_but_for_dq(with_unused(poison), with_unused(0.0))
+    got, wanted = (
+        attend(problem, outside_filled(problem, inputs, value)) for value in (poison, 0.0)
+    )
+    same_but_for_dq(got, wanted)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
