@@ -20,6 +20,7 @@
 #include "tile/mask_apply.cuh"
 #include "tile/score_gradients.cuh"
 #include "tile/store.cuh"
+#include "tile/warpgroup_mma.cuh"
 
 namespace flashattn {
 
@@ -114,29 +115,14 @@ struct BackwardSm90 : BackwardSm90Load<kType, kHeadDim> {
     // Starts  scores = A B^T  with A the warpgroup's keys of K or V, B a block of Q or dO.
     static __device__ __forceinline__ void start_scores(Scores& scores, uint64_t a, uint64_t b,
                                                         int slot) {
-      b = ptx::wgmma_advance(b, slot * TileQ::kBytes);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kHeadDim / 16; ++i) {
-        int slab = i / 4, within = i % 4 * 32;
-        ptx::Wgmma<E, kBlockM>::ss(scores[0],
-                                   ptx::wgmma_advance(a, slab * TileK::kSlabBytes + within),
-                                   ptx::wgmma_advance(b, slab * TileQ::kSlabBytes + within), i > 0);
-      }
-      ptx::wgmma_commit();
+      tile::start_abt<E, TileK, TileQ, kHeadDim>(scores, a,
+                                                 ptx::wgmma_advance(b, slot * TileQ::kBytes));
     }
 
     // Starts  gradient += A B  with A in registers, B a block of dO or Q.
     static __device__ __forceinline__ void start_gradient(Gradient& gradient, const Packed& a,
                                                           uint64_t b, int slot) {
-      b = ptx::wgmma_advance(b, slot * TileQ::kBytes);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kBlockM / 16; ++i) {
-        ptx::Wgmma<E, kHeadDim>::rs(gradient[0], a[i][0],
-                                    ptx::wgmma_advance(b, i * 16 * TileQ::kPitch));
-      }
-      ptx::wgmma_commit();
+      tile::start_ab<E, TileQ>(gradient, a, ptx::wgmma_advance(b, slot * TileQ::kBytes));
     }
 
     // Zeroes hidden pairs, in partial blocks; after the arithmetic, see BackwardSm80::hide.

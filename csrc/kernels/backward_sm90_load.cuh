@@ -8,6 +8,7 @@
 #include "tile/copy.cuh"
 #include "tile/smem_layout.cuh"
 #include "tile/special.cuh"
+#include "tile/tma.cuh"
 
 namespace flashattn {
 
@@ -93,11 +94,7 @@ struct BackwardSm90Load {
                                          const uint64_t& full, int row, int head,
                                          const SeqLens& lens) const {
       int batch = lens.packed() ? 0 : static_cast<int>(work.keys.batch);
-#pragma unroll 1
-      for (int slab = 0; slab < Tile::kCols / 64; ++slab) {
-        ptx::tma_load_4d(address(to) + slab * Tile::kSlabBytes, &map, address(&full), 64 * slab,
-                         row, head, batch);
-      }
+      tile::start_load<Tile, 1>(&map, address(to), address(&full), row, head, batch);
     }
 
     __device__ __forceinline__ void load_keys() const {

@@ -15,6 +15,7 @@
 #include "tile/rescore.cuh"
 #include "tile/special.cuh"
 #include "tile/store.cuh"
+#include "tile/warpgroup_mma.cuh"
 
 namespace flashattn {
 
@@ -96,28 +97,14 @@ class ForwardSm90Consumer {
     place_.wait_full(shared_.k_full);
     uint64_t q = ptx::wgmma_advance(q_, q_place_.slot() * TileQ::kBytes);
     uint64_t k = ptx::wgmma_advance(k_, place_.slot() * TileK::kBytes);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-      int slab = step / 4, within = step % 4 * 32;
-      ptx::Wgmma<E, kBlockN>::ss(
-          scores[0], ptx::wgmma_advance(q, slab * TileQ::kSlabBytes + within),
-          ptx::wgmma_advance(k, slab * TileK::kSlabBytes + within), step > 0);
-    }
-    ptx::wgmma_commit();
+    tile::start_abt<E, TileQ, TileK, kHeadDim>(scores, q, k);
   }
 
   // Starts O += P V.
   __device__ __forceinline__ void start_values(Output& out, const Packed& p, Place place) const {
     place.wait_full(shared_.v_full);
     uint64_t v = ptx::wgmma_advance(v_, place.slot() * TileV::kBytes);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kBlockN / 16; ++step) {
-      ptx::Wgmma<E, kHeadDimV>::rs(out[0], p[step][0],
-                                   ptx::wgmma_advance(v, step * 16 * TileV::kPitch));
-    }
-    ptx::wgmma_commit();
+    tile::start_ab<E, TileV>(out, p, v);
   }
 
   // What the output has to be scaled by once P V of the block before is in it.

@@ -4,20 +4,18 @@
 #include "kernels/forward_sm90_work.cuh"
 #include "tile/copy.cuh"
 #include "tile/special.cuh"
+#include "tile/tma.cuh"
 
 namespace flashattn {
 
-// One thread starts the copy of a tile: boxes of 64 columns, one below the other.
+// One thread starts the copy of a tile.
 template <class Tile>
 __device__ __forceinline__ void forward_sm90_load(const CUtensorMap& map, const uint8_t* tile,
                                                   uint64_t& full, int row, int head, int batch) {
   if (threadIdx.x % 32 != 0) return;
   ptx::mbarrier_arrive_expect(ptx::shared_address(&full), Tile::kBytes);
-#pragma unroll
-  for (int slab = 0; slab < Tile::kCols / 64; ++slab) {
-    ptx::tma_load_4d(ptx::shared_address(tile) + slab * Tile::kSlabBytes, &map,
-                     ptx::shared_address(&full), 64 * slab, row, head, batch);
-  }
+  tile::start_load<Tile>(&map, ptx::shared_address(tile), ptx::shared_address(&full), row, head,
+                         batch);
 }
 
 // One warp: deals the tiles and starts the copies by TMA.

@@ -7,10 +7,20 @@
 
 namespace flashattn::tile {
 
-// Statistics of the lane's first two columns from query `first` on; those of columns 8 further are
-// 32 bytes further.
-__device__ __forceinline__ uint32_t lane_statistics(uint32_t stats, int first) {
-  return stats + (first + threadIdx.x % 4 * 2) * 4;
+// Each value x, of accumulator (m, n, e), becomes f(x, statistic of its query, m, n, e). `first`:
+// the query of the first column.
+template <int MT, int NT, class Function>
+__device__ __forceinline__ void with_statistics(float (&x)[MT][NT][4], uint32_t stats, int first,
+                                                Function f) {
+  stats += (first + threadIdx.x % 4 * 2) * 4;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    float2 pair = ptx::load_shared_f2(stats + n * 32);
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[m][n][e] = f(x[m][n][e], e % 2 ? pair.y : pair.x, m, n, e);
+  }
 }
 
 // Whether one of kQueries has a large lse (see LseLog2).
@@ -25,32 +35,18 @@ __device__ __forceinline__ bool any_large_lse(uint32_t lse_log2) {
   return __any_sync(~0u, large);
 }
 
-template <bool kLarge, int MT, int NT>
-__device__ __forceinline__ void exponentials(float (&p)[MT][NT][4], uint32_t lse_log2, int first,
-                                             float scale) {
-  uint32_t stats = lane_statistics(lse_log2, first);
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    float2 lse = ptx::load_shared_f2(stats + n * 32);
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float of_query = e % 2 ? lse.y : lse.x;
-        p[m][n][e] = kLarge ? LseLog2::probability(p[m][n][e], scale, of_query)
-                            : ptx::exp2_approx(fmaf(p[m][n][e], scale * kLog2E, -of_query));
-      }
-  }
-}
-
 // P^T = exp(scale S^T - lse), in place. `large`: any_large_lse of these queries.
 template <int MT, int NT>
 __device__ __forceinline__ void probabilities(float (&p)[MT][NT][4], uint32_t lse_log2, int first,
                                               float scale, bool large) {
   if (large) {
-    exponentials<true>(p, lse_log2, first, scale);
+    with_statistics(p, lse_log2, first, [scale](float score, float lse, int, int, int) {
+      return LseLog2::probability(score, scale, lse);
+    });
   } else {
-    exponentials<false>(p, lse_log2, first, scale);
+    with_statistics(p, lse_log2, first, [scale](float score, float lse, int, int, int) {
+      return ptx::exp2_approx(fmaf(score, scale * kLog2E, -lse));
+    });
   }
 }
 
@@ -58,17 +54,9 @@ __device__ __forceinline__ void probabilities(float (&p)[MT][NT][4], uint32_t ls
 template <int MT, int NT>
 __device__ __forceinline__ void score_gradients(float (&ds)[MT][NT][4], const float (&p)[MT][NT][4],
                                                 uint32_t deltas, int first) {
-  uint32_t stats = lane_statistics(deltas, first);
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    float2 delta = ptx::load_shared_f2(stats + n * 32);
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        ds[m][n][e] = p[m][n][e] * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
-      }
-  }
+  with_statistics(ds, deltas, first, [&p](float dp, float delta, int m, int n, int e) {
+    return p[m][n][e] * (dp - delta);
+  });
 }
 
 // The same with P^T rounded, as the A operand of dV.
@@ -76,19 +64,10 @@ template <class E, int MT, int NT>
 __device__ __forceinline__ void score_gradients(float (&ds)[MT][NT][4],
                                                 const uint32_t (&p)[NT / 2][MT][4], uint32_t deltas,
                                                 int first) {
-  uint32_t stats = lane_statistics(deltas, first);
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    float2 delta = ptx::load_shared_f2(stats + n * 32);
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float2 pair = unpack<E>(p[n / 2][m][n % 2 * 2 + half]);
-        ds[m][n][2 * half] = pair.x * (ds[m][n][2 * half] - delta.x);
-        ds[m][n][2 * half + 1] = pair.y * (ds[m][n][2 * half + 1] - delta.y);
-      }
-  }
+  with_statistics(ds, deltas, first, [&p](float dp, float delta, int m, int n, int e) {
+    float2 pair = unpack<E>(p[n / 2][m][n % 2 * 2 + e / 2]);
+    return (e % 2 ? pair.y : pair.x) * (dp - delta);
+  });
 }
 
 }  // namespace flashattn::tile
