@@ -60,21 +60,23 @@ Plan check_grid(Plan plan, const Device& device) {
   return plan;
 }
 
+template <class Tile>
+void set_tile(Plan& plan, const Tile& tile, int warps, int64_t smem_bytes) {
+  plan.block_m = tile.block_m;
+  plan.block_n = tile.block_n;
+  plan.warps = warps;
+  plan.stages = tile.stages;
+  plan.smem_bytes = smem_bytes;
+}
+
 void set_forward_tile(Plan& plan) {
   const HeadDims dims = kHeadDims[plan.head_dims_index];
-  auto set = [&plan](const auto& tile, int warps, int64_t smem_bytes) {
-    plan.block_m = tile.block_m;
-    plan.block_n = tile.block_n;
-    plan.warps = warps;
-    plan.stages = tile.stages;
-    plan.smem_bytes = smem_bytes;
-  };
   if (plan.kernel == Kernel::kForwardSm90) {
     const Sm90ForwardTile tile = sm90_forward_tile(dims);
-    set(tile, tile.warps(), sm90_forward_smem_bytes(dims));
+    set_tile(plan, tile, tile.warps(), sm90_forward_smem_bytes(dims));
   } else {
     const ForwardTile tile = sm80_forward_tile(dims.qk);
-    set(tile, tile.warps, sm80_forward_smem_bytes(dims));
+    set_tile(plan, tile, tile.warps, sm80_forward_smem_bytes(dims));
   }
 }
 
@@ -104,22 +106,14 @@ ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
 void set_backward_tile(Plan& plan, const Problem& problem, const Device& device) {
   if (plan.kernel == Kernel::kBackwardSm90) {
     const int headdim = sm90_backward_headdim(problem.headdim, problem.headdim_v);
-    const Sm90BackwardTile tile = sm90_backward_tile(headdim);
     plan.head_dims_index = head_dims_index(headdim, headdim);
-    plan.block_m = tile.block_m;
-    plan.block_n = tile.block_n;
-    plan.warps = kSm90BackwardWarps;
-    plan.stages = tile.stages;
-    plan.smem_bytes = sm90_backward_smem_bytes(headdim);
+    set_tile(plan, sm90_backward_tile(headdim), kSm90BackwardWarps,
+             sm90_backward_smem_bytes(headdim));
   } else {
     plan.smem = device.arch == Arch::kSm90 ? SmemClass::k227KB : SmemClass::k99KB;
     const HeadDims dims = kHeadDims[plan.head_dims_index];
     const BackwardTile tile = sm80_backward_tile(dims.qk, plan.smem);
-    plan.block_m = tile.block_m;
-    plan.block_n = tile.block_n;
-    plan.warps = tile.warps;
-    plan.stages = tile.stages;
-    plan.smem_bytes = sm80_backward_smem_bytes(dims, plan.smem);
+    set_tile(plan, tile, tile.warps, sm80_backward_smem_bytes(dims, plan.smem));
   }
   plan.accum_headdim = kHeadDims[plan.head_dims_index].qk;
   plan.accum_rows = grouped_rows(problem, kDqRowGroup);
