@@ -28,7 +28,7 @@ template <DType kType, int kHeadDim>
 struct BackwardSm90 : BackwardSm90Load<kType, kHeadDim> {
   using Base = BackwardSm90Load<kType, kHeadDim>;
   using Base::kBlockM, Base::kBlockN, Base::kStages, Base::kThreads;
-  using Base::kStored, Base::address, Base::wait, Base::arrive;
+  using Base::kStored, Base::address, Base::wait, Base::arrive, Base::arrive_all;
   using typename Base::Copies, typename Base::Helpers;
   using typename Base::E, typename Base::Shared;
   using typename Base::TileDs, typename Base::TileK, typename Base::TileQ;
@@ -183,7 +183,7 @@ struct BackwardSm90 : BackwardSm90Load<kType, kHeadDim> {
         ptx::hold(scores[0]);
         ptx::wgmma_wait<0>();  // dV: P's registers may take dS
         ptx::hold(scores[0]);
-        arrive(shared.dout_empty[slot]);
+        arrive_all(shared.dout_empty[slot]);
         tile::pack_accumulator<E>(packed, scores);
         store_ds(index, packed);
         start_gradient(dk, packed, q, slot);
@@ -191,7 +191,7 @@ struct BackwardSm90 : BackwardSm90Load<kType, kHeadDim> {
         if (index + 1 < steps) wait(shared.q_full[next.slot], next.parity);
         start_scores(scores, k, q, next.slot);  // in the last step of a block that is past: unused
         ptx::wgmma_wait<1>();
-        arrive(shared.q_empty[slot]);
+        arrive_all(shared.q_empty[slot]);
         if (++block == work.blocks.end) block = work.blocks.begin;
       }
       ptx::wgmma_wait<0>();

@@ -38,8 +38,8 @@ struct BackwardSm90Shared {
     };
     init(k_full, 1), init(k_landed, 1), init(v_full, 1);
     for (int i = 0; i < kStages; ++i) {
-      init(q_full[i], 1), init(q_landed[i], 1), init(q_empty[i], math_warps);
-      init(dout_full[i], 1), init(dout_landed[i], 1), init(dout_empty[i], math_warps);
+      init(q_full[i], 1), init(q_landed[i], 1), init(q_empty[i], 32 * math_warps);
+      init(dout_full[i], 1), init(dout_landed[i], 1), init(dout_empty[i], 32 * math_warps);
     }
     for (int i = 0; i < 2; ++i) init(ds_full[i], math_warps), init(ds_empty[i], dq_warps);
     special = 0;
@@ -77,7 +77,11 @@ struct BackwardSm90Load {
   static __device__ __forceinline__ void wait(const uint64_t& barrier, uint32_t parity) {
     ptx::mbarrier_wait(address(&barrier), parity);
   }
-  // One arrival for the warp, behind what all of its lanes read and wrote.
+  // An arrival of every lane, behind what it read itself.
+  static __device__ __forceinline__ void arrive_all(const uint64_t& barrier) {
+    ptx::mbarrier_arrive(address(&barrier));
+  }
+  // One arrival for the warp, behind what all of its lanes wrote.
   static __device__ __forceinline__ void arrive(const uint64_t& barrier) {
     __syncwarp();
     ptx::mbarrier_arrive_elect(address(&barrier));

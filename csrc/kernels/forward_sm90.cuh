@@ -128,8 +128,16 @@ class ForwardSm90Consumer {
     }
     float highest[2] = {-tile::kInfinity, -tile::kInfinity};
     Softmax::highest_of(scores, highest);
-    factor.used = softmax.raise(highest, scale(), factor.rows).any();
+    bool first = block == own_.end - 1, few = first_keys() < Softmax::kFewKeys;
+    float room = few && block == own_.end - 2 ? 0.f : Softmax::kRoom;
+    factor.used = softmax.raise(highest, room, scale(), factor.rows).any();
+    if (first && few) softmax.watch |= Softmax::kUnsettled;
     return Softmax::exponentiate(scores, softmax.careful_exponents(scores, scale()));
+  }
+
+  // Of the block that this warpgroup sees first, the keys that its sequence has.
+  __device__ __forceinline__ int first_keys() const {
+    return work().k_rows.length - (own_.end - 1) * kBlockN;
   }
 
   // Scores of 8 keys of a block once more.
@@ -157,7 +165,7 @@ class ForwardSm90Consumer {
       rescore(piece, block, n);
       Softmax::highest_of(piece, highest);
     }
-    typename Softmax::Rows moved = softmax.raise(highest, scale(), factor.rows);
+    typename Softmax::Rows moved = softmax.raise(highest, Softmax::kRoom, scale(), factor.rows);
     softmax.watch |= Softmax::kAlarmed;
     factor.used = moved.any();
     float2 sums = make_float2(0.f, 0.f);

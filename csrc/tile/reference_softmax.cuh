@@ -1,6 +1,8 @@
 // Softmax relative to a reference that moves rarely. Softmax needs a reference, not the maximum:
 // one from which probabilities neither overflow nor lose what counts. A row's reference is the
 // maximum of the first keys it sees; it moves when a score exceeds it by more than kRoom octaves.
+// Few keys make a poor one: where half of the others lie just above it, their probabilities round
+// twice as coarsely as below. So a reference of fewer than kFewKeys follows the next block, too.
 //
 // kFrozen (bf16, which has fp32's exponents): nobody looks for maxima. Probabilities are kept kBias
 // octaves down, and a row that leaves its room shows in its sum; the kernel then computes the
@@ -20,8 +22,9 @@ struct ReferenceSoftmax {
   static constexpr bool kAlwaysWatches = !kFrozen;
   static constexpr float kBias = kFrozen ? 20.f : 0.f;
   static constexpr float kRoom = kFrozen ? 40.f : 8.f;
+  static constexpr int kFewKeys = 16;
   enum Watch {
-    kUnsettled = 1,  // a row has no reference yet, or a large one
+    kUnsettled = 1,  // a row has no reference yet, one of few keys, or a large one
     kAlarmed = 2,    // a row left its room before
   };
 
@@ -52,17 +55,18 @@ struct ReferenceSoftmax {
     return {{scale_log2, scale_log2}, {peak[0] + kBias, peak[1] + kBias}};
   }
 
-  // Raises the references of rows that leave their room, given the highest of the scores that come:
-  // this lane's, of rows g and g + 8. `alpha`: what to scale earlier results by. Returns which rows
-  // moved.
-  __device__ __forceinline__ Rows raise(const float (&highest)[2], float scale, float (&alpha)[2]) {
+  // Raises the references of rows that leave their `room`, given the highest of the scores that
+  // come: this lane's, of rows g and g + 8. `alpha`: what to scale earlier results by. Returns which
+  // rows moved.
+  __device__ __forceinline__ Rows raise(const float (&highest)[2], float room, float scale,
+                                        float (&alpha)[2]) {
     Rows moved;
     bool unsettled = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float product = encode(quad_max(highest[half]), scale);
       float rise = decode_log2(product) - decode_log2(peak[half]);
-      moved.is[half] = rise > kRoom;
+      moved.is[half] = rise > room;
       alpha[half] = ptx::exp2_approx(moved.is[half] ? -rise : 0.f);
       peak[half] = moved.is[half] ? product : peak[half];
       sum[half] *= alpha[half];
