@@ -183,11 +183,10 @@ class ForwardSm90Helper {
       return;
     }
     int rows = work.k_rows.length - block * kBlockN;
-    if (partial && tile::zero_specials_below<typename Config::E, TileV>(
-                       ptx::shared_address(shared_.v[slot]), rows, thread(), kThreadsHere)) {
-      shared_.special = 1;
-    }
-    publish(shared_.v_full[slot]);
+    bool special =
+        partial && tile::zero_specials_below<typename Config::E, TileV>(
+                       ptx::shared_address(shared_.v[slot]), rows, thread(), kThreadsHere);
+    publish(shared_.v_full[slot], special);
   }
 
   template <class Tile>
@@ -199,11 +198,13 @@ class ForwardSm90Helper {
                                 thread(), kThreadsHere);
   }
 
-  // What all helpers wrote is there for the tensor cores.
-  __device__ __forceinline__ void publish(uint64_t& full) const {
+  // What all helpers wrote is there for the tensor cores. `special`: this one found a NaN or Inf.
+  __device__ __forceinline__ void publish(uint64_t& full, bool special = false) const {
     ptx::fence_async_shared();
-    ptx::named_barrier_sync(Config::kHelped, kThreadsHere);
-    if (thread() == 0) ptx::mbarrier_arrive(ptx::shared_address(&full));
+    bool any = ptx::named_barrier_or(Config::kHelped, kThreadsHere, special);
+    if (thread() != 0) return;
+    if (any) shared_.special = 1;
+    ptx::mbarrier_arrive(ptx::shared_address(&full));
   }
 
   const ForwardParams& params_;

@@ -120,6 +120,18 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// The same; returns whether one of the threads says yes.
+__device__ __forceinline__ bool named_barrier_or(int barrier, int threads, bool yes) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred mine, any;\nsetp.ne.u32 mine, %3, 0;\nbar.red.or.pred any, %1, %2, mine;\n"
+      "selp.u32 %0, 1, 0, any;\n}\n"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(yes))
+      : "memory");
+  return any != 0;
+}
+
 // c += a b, fp32 accumulators. PTX ISA: Warp-level Matrix Instructions, mma.m16n8k16.
 template <class Element>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,

@@ -17,18 +17,21 @@ import triton
 # dim 64 or 128. Larger head dims want smaller blocks.
 CANDIDATES = {
     "forward": (
+        *((64, block_n, 4, stages) for block_n in (64, 128) for stages in (2, 3)),
         *((128, 64, warps, stages) for warps in (4, 8) for stages in (2, 3)),
         *((128, 128, warps, stages) for warps in (4, 8) for stages in (2, 3)),
         *((256, block_n, 8, stages) for block_n in (64, 128) for stages in (2, 3)),
     ),
     "dkdv": (
+        *((32, 64, 4, stages) for stages in (2, 3)),
         *((32, 128, 8, stages) for stages in (2, 3)),
         *((64, 64, warps, stages) for warps in (4, 8) for stages in (2, 3)),
         *((64, 128, 8, stages) for stages in (2, 3)),
-        *((128, 64, 8, stages) for stages in (2, 3)),
+        *((128, 64, warps, stages) for warps in (4, 8) for stages in (2, 3)),
     ),
     "dq": (
         *((64, block_n, 4, stages) for block_n in (32, 64, 128) for stages in (2, 3)),
+        *((128, 64, 4, stages) for stages in (2, 3)),
         *((128, block_n, 8, stages) for block_n in (32, 64, 128) for stages in (2, 3)),
     ),
 }
