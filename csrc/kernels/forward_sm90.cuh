@@ -36,8 +36,7 @@ class ForwardSm90Consumer {
   using Scores = tile::Accumulator<16, kBlockN>;
   using Output = tile::Accumulator<16, kHeadDimV>;
   using Packed = tile::PackedAccumulator<16, kBlockN>;
-  // Probabilities in bf16 have fp32's range.
-  using Softmax = tile::ReferenceSoftmax<Config::kType == DType::kBFloat16>;
+  using Softmax = tile::ReferenceSoftmax<Config::kType>;
 
  public:
   __device__ __forceinline__ ForwardSm90Consumer(const ForwardSm90Params& params, Shared& shared)
@@ -196,11 +195,7 @@ class ForwardSm90Consumer {
     }
     // The branch depends on all probabilities: without it ptxas moves their computation below
     // the wait for P V, and nothing overlaps.
-    if constexpr (Softmax::kAlwaysWatches) {
-      Softmax::anchor(fresh);
-    } else if (softmax.left_room(fresh) && !watching) {
-      redo(block, softmax, scores, fresh, factor);
-    }
+    if (softmax.left_room(fresh) && !watching) redo(block, softmax, scores, fresh, factor);
     softmax.add(fresh);
   }
 

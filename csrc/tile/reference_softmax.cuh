@@ -4,24 +4,27 @@
 // Few keys make a poor one: where half of the others lie just above it, their probabilities round
 // twice as coarsely as below. So a reference of fewer than kFewKeys follows the next block, too.
 //
-// kFrozen (bf16, which has fp32's exponents): nobody looks for maxima. Probabilities are kept kBias
-// octaves down, and a row that leaves its room shows in its sum; the kernel then computes the
-// block's scores again and raises the reference, and the warp watches every block from there on.
-// Otherwise (fp16) the warp always watches.
+// Nobody looks for maxima, until a row that leaves its room shows in a block's sum; the kernel then
+// computes the block's scores again and raises the reference, and the warp watches every block from
+// there on. In bf16, which has fp32's exponents, probabilities are kept kBias octaves down, between
+// what overflows and what underflows. In fp16 they end at 2^16, and below 2^-24 they are 0: the
+// reference is where they are 1.
 //
 // What a row adds depends on its own scores alone: watching changes no bit of a row that stays in
 // its room.
 #pragma once
 
+#include "common/params.h"
 #include "tile/softmax.cuh"
 
 namespace flashattn::tile {
 
-template <bool kFrozen>
+template <DType kType>
 struct ReferenceSoftmax {
-  static constexpr bool kAlwaysWatches = !kFrozen;
-  static constexpr float kBias = kFrozen ? 20.f : 0.f;
-  static constexpr float kRoom = kFrozen ? 40.f : 8.f;
+  static constexpr bool kWide = kType == DType::kBFloat16;
+  static constexpr float kBias = kWide ? 20.f : 0.f;
+  static constexpr float kRoom = kWide ? 40.f : 15.f;
+  static constexpr float kLimit = kWide ? 1048576.f : 32768.f;  // 2^(kRoom - kBias)
   static constexpr int kFewKeys = 16;
   enum Watch {
     kUnsettled = 1,  // a row has no reference yet, one of few keys, or a large one
@@ -49,7 +52,7 @@ struct ReferenceSoftmax {
   }
 
   // Whether the warp looks for maxima.
-  __device__ __forceinline__ bool watching() const { return !kFrozen || watch != 0; }
+  __device__ __forceinline__ bool watching() const { return watch != 0; }
 
   __device__ __forceinline__ Exponents exponents(float scale_log2) const {
     return {{scale_log2, scale_log2}, {peak[0] + kBias, peak[1] + kBias}};
@@ -120,16 +123,9 @@ struct ReferenceSoftmax {
     return {totals[0] + totals[1], totals[2] + totals[3]};
   }
 
-  // Whether one of the warp's rows may have left its room, a NaN included.
-  __device__ __forceinline__ bool left_room(float2 fresh) const {
-    constexpr float kLimit = 1048576.f;  // 2^(kRoom - kBias)
-    return __any_sync(~0u, !((sum[0] + fresh.x) + (sum[1] + fresh.y) <= kLimit));
-  }
-
-  // Sums are never negative, but only those who compute them know: a branch that depends on all of
-  // a block's probabilities, and is never taken.
-  static __device__ __forceinline__ void anchor(float2 fresh) {
-    if (__any_sync(~0u, fresh.x + fresh.y < 0.f)) __trap();
+  // Whether one of the warp's rows may have left its room, a NaN included, by a block's sums.
+  static __device__ __forceinline__ bool left_room(float2 fresh) {
+    return __any_sync(~0u, !(fresh.x + fresh.y <= kLimit));
   }
 
   __device__ __forceinline__ void add(float2 fresh) {
