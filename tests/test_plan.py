@@ -297,6 +297,26 @@ def test_who_gets_the_sm90_backward():
         assert kernel(headdim=dims[0], headdim_v=dims[1]) == "backward_sm80"
 
 
+def test_order_of_the_sm90_tiles():
+    """Where a head's tiles differ in work, a CTA must not get the same one of every head."""
+    h200 = _plan.device_by_name("h200")
+
+    def order(seqlen, headdim, right, **options):
+        options |= {"batch": 16384 // seqlen, "heads_q": 2048 // headdim}
+        options |= {"heads_k": options["heads_q"], "headdim": headdim, "headdim_v": headdim}
+        options |= {"seqlen_q": seqlen, "seqlen_k": seqlen, "window_right": right}
+        a_problem = problem(**options)
+        plan = _plan.make_forward_plan(a_problem, h200)
+        return " ".join(_plan.report(plan, a_problem, h200).reasons)
+
+    # 192 queries a tile: the last one of 512 or 1024 has fewer; 128 queries: all are whole.
+    assert "rotated" in order(512, 64, -1)
+    assert "rotated" not in order(512, 128, -1) and "head by head" in order(512, 128, -1)
+    assert "pairs" in order(1024, 64, 0) and "rotated" in order(1024, 64, 0)
+    assert "take turns" in order(512, 64, 0)
+    assert "pairs" in order(512, 128, 0) and "head by head" in order(512, 128, 0)
+
+
 DIMS = st.sampled_from([(64, 64), (40, 72), (128, 128), (192, 128), (256, 256)])
 
 

@@ -79,6 +79,7 @@ struct ForwardSchedule {
   uint32_t items = 0;
   int parts = 1;
   int heads_together = 1;  // see ordered_item() in tile/scheduler.cuh
+  bool rotated = false;    // likewise
 };
 
 struct BackwardParams {

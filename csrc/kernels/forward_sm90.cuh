@@ -251,11 +251,12 @@ class ForwardSm90Consumer {
       }
       last = place_;
       place_.advance();
-      close_tile(softmax, factor);
+      close_tile();
       if (!find_chained()) break;
       block = own_.end - 1;
       start_values(out, p, last);
       start_scores(scores);
+      finish_rows(softmax, factor);
       ptx::wgmma_wait<1>();
       finish_tile(out, factor, last);
       tile::clear(out);
@@ -263,6 +264,7 @@ class ForwardSm90Consumer {
       ptx::hold(scores[0]);
     }
     start_values(out, p, last);
+    finish_rows(softmax, factor);
     ptx::wgmma_wait<0>();
     finish_tile(out, factor, last);
     if (leading_ == kUnknown) {
@@ -299,13 +301,22 @@ class ForwardSm90Consumer {
   }
 
   // After the last block's softmax.
-  __device__ __forceinline__ void close_tile(const Softmax& softmax, Factor& factor) {
-    float lse[2];
-    softmax.finish(factor.rows, lse);
-    store_lse(lse);
+  __device__ __forceinline__ void close_tile() {
     q_place_.release(shared_.q_empty);
     q_place_.advance();
     work_place_.advance();
+  }
+
+  // The tile before the one at work_place_: its work is there until its output is stored.
+  __device__ __forceinline__ const Work& ended_work() const {
+    return shared_.work[work_place_.before().slot()];
+  }
+
+  // Its lse, and what its output is scaled by.
+  __device__ __forceinline__ void finish_rows(const Softmax& softmax, Factor& factor) const {
+    float lse[2];
+    softmax.finish(factor.rows, lse);
+    store_lse(ended_work(), lse);
   }
 
   // Makes Q what the products need: the sign of a negative scale, and zeros in rows that belong
@@ -340,26 +351,24 @@ class ForwardSm90Consumer {
            out.stride.offset(work.batch, work.q_rows.begin + warp_row(work), work.head);
   }
 
-  __device__ __forceinline__ void store_lse(const float (&lse)[2]) const {
+  __device__ __forceinline__ void store_lse(const Work& work, const float (&lse)[2]) const {
     const RowStats& stats = params_.forward.lse;
-    int lane = threadIdx.x % 32, rows = work().q_rows.length - warp_row(work());
-    float* to = stats.data +
-                stats.offset(work().batch, work().head, work().q_rows.begin + warp_row(work()));
-    if (lane % 4 != 0) return;
-    if (lane / 4 < rows) to[lane / 4] = lse[0];
-    if (lane / 4 + 8 < rows) to[lane / 4 + 8] = lse[1];
+    int lane = threadIdx.x % 32, rows = work.q_rows.length - warp_row(work);
+    float* to =
+        stats.data + stats.offset(work.batch, work.head, work.q_rows.begin + warp_row(work));
+    if (lane % 4 == 0 && lane / 4 < rows) to[lane / 4] = lse[0];
+    if (lane % 4 == 0 && lane / 4 + 8 < rows) to[lane / 4 + 8] = lse[1];
   }
 
-  // The output of the tile before the one at work_place_, whose work is released.
+  // Its output; its work is released.
   __device__ __forceinline__ void store(const Output& out) const {
-    WorkPlace ended{work_place_.count - 1};
-    const Work& work = shared_.work[ended.slot()];
+    const Work& work = ended_work();
     tile::store_accumulator_rows(out_rows(work), params_.forward.out.stride.row,
                                  work.q_rows.length - warp_row(work),
                                  params_.forward.shape.headdim_v, out);
     if (*static_cast<volatile int*>(&shared_.special) != 0) store_specials(work);
     __syncwarp();
-    ended.release(shared_.work_empty);
+    work_place_.before().release(shared_.work_empty);
   }
 
   // Adds the NaN and Inf of partial blocks to the outputs of this warp that see them.
@@ -394,7 +403,7 @@ class ForwardSm90Consumer {
     for (int index = threadIdx.x % 32; index < rows * cols; index += 32) {
       out[index / cols * params_.forward.out.stride.row + index % cols] = tile::from_float<E>(0.f);
     }
-    store_lse({-tile::kInfinity, -tile::kInfinity});
+    store_lse(work(), {-tile::kInfinity, -tile::kInfinity});
     __syncwarp();
     work_place_.release(shared_.work_empty);
     work_place_.advance();
@@ -425,6 +434,8 @@ __device__ __forceinline__ void forward_sm90(const ForwardSm90Params& params,
     ptx::decrease_registers<Config::kLoaderRegisters>();
     if (tile::warp_index() == 0) {
       ForwardSm90Producer<Config>(params, shared).run();
+    } else if (tile::warp_index() == 1) {
+      ForwardSm90Dealer<Config>(params, shared).run();
     } else {
       ForwardSm90Helper<Config>(params.forward, shared).run();
     }

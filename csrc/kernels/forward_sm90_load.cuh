@@ -18,7 +18,32 @@ __device__ __forceinline__ void forward_sm90_load(const CUtensorMap& map, const 
                          batch);
 }
 
-// One warp: deals the tiles and starts the copies by TMA.
+// One warp: computes the tiles' work ahead of all others.
+template <class Config>
+class ForwardSm90Dealer {
+  using Shared = typename Config::Shared;
+
+ public:
+  __device__ __forceinline__ ForwardSm90Dealer(const ForwardSm90Params& params, Shared& shared)
+      : shared_(shared), cursor_(params) {}
+
+  __device__ __forceinline__ void run() {
+#pragma unroll 1
+    for (typename Config::WorkPlace at;; at.advance()) {
+      at.wait_empty(shared_.work_empty);
+      ForwardSm90Work& work = shared_.work[at.slot()];
+      cursor_.next(work);
+      at.release(shared_.work_full);
+      if (work.none()) return;
+    }
+  }
+
+ private:
+  Shared& shared_;
+  ForwardSm90Cursor<Config::kBlockM, Config::kBlockN> cursor_;
+};
+
+// One warp: starts the copies by TMA.
 template <class Config>
 class ForwardSm90Producer {
   using Shared = typename Config::Shared;
@@ -33,40 +58,45 @@ class ForwardSm90Producer {
 
  public:
   __device__ __forceinline__ ForwardSm90Producer(const ForwardSm90Params& params, Shared& shared)
-      : params_(params), shared_(shared), cursor_(params) {}
+      : params_(params), shared_(shared) {}
 
-  // The work after a tile's is announced once its first block is under way; the first work after
-  // a tile without blocks.
   __device__ __forceinline__ void run() {
-    BlockRange keys = {0, 0, 0, 0};
-    int k_row = 0, k_batch = 0, head = 0;
 #pragma unroll 1
-    while (true) {
-      int block = keys.end - 1;
-      load_block(keys, block, k_row, head, k_batch);
-      announce();
-#pragma unroll 1
-      while (--block >= keys.begin) load_block(keys, block, k_row, head, k_batch);
-      const Work& work = shared_.work[work_place_.slot()];
-      work_place_.advance();
+    for (WorkPlace at;; at.advance()) {
+      at.wait_full(shared_.work_full);
+      const Work& work = shared_.work[at.slot()];
       if (work.none()) return;
-      keys = work.keys;
-      k_row = static_cast<int>(work.k_rows.begin);
-      k_batch = batch(params_.forward.shape.seqlens_k, work);
-      head = work.head_k;
+      if (!work.keys.empty()) load(work);
+      __syncwarp();
+      at.release(shared_.work_empty);
     }
   }
 
  private:
-  // With two buffers the queries come a tile ahead.
-  static constexpr bool kEarlyQueries = Config::kTile.query_stages > 1;
+  // A second buffer of Q is empty by the time that the loads of the tile before are under way. A
+  // single one is not, and must not keep K waiting.
+  static constexpr bool kQueriesFirst = Config::kTile.query_stages > 1;
 
-  // Publishes the next work.
-  __device__ __forceinline__ void announce() {
-    work_place_.wait_empty(shared_.work_empty);
-    cursor_.next(shared_.work[work_place_.slot()]);
-    work_place_.release(shared_.work_full);
-    if (kEarlyQueries) load_queries(work_place_);
+  __device__ __forceinline__ void load(const Work& work) {
+    BlockRange keys = work.keys;
+    int k_row = static_cast<int>(work.k_rows.begin), head = work.head_k;
+    int k_batch = batch(params_.forward.shape.seqlens_k, work);
+    if (kQueriesFirst) load_queries(work);
+#pragma unroll 1
+    for (int block = keys.end - 1; block >= keys.begin; --block, place_.advance()) {
+      int slot = place_.slot(), row = k_row + block * kBlockN;
+      if (params_.forward.k.aligned16) {
+        place_.wait_empty(shared_.k_empty);
+        forward_sm90_load<TileK>(params_.k, shared_.k[slot], shared_.k_full[slot], row, head,
+                                 k_batch);
+      }
+      if (!kQueriesFirst && block == keys.end - 1) load_queries(work);
+      if (params_.forward.v.aligned16) {
+        place_.wait_empty(shared_.v_empty);
+        uint64_t& full = keys.partial(block) ? shared_.v_landed[slot] : shared_.v_full[slot];
+        forward_sm90_load<TileV>(params_.v, shared_.v[slot], full, row, head, k_batch);
+      }
+    }
   }
 
   // Packed tensors are one batch, in which a sequence starts at a row.
@@ -74,9 +104,8 @@ class ForwardSm90Producer {
     return lens.packed() ? 0 : static_cast<int>(work.batch);
   }
 
-  __device__ __forceinline__ void load_queries(WorkPlace at) {
-    const Work& work = shared_.work[at.slot()];
-    if (work.none() || work.keys.empty() || !params_.forward.q.aligned16) return;
+  __device__ __forceinline__ void load_queries(const Work& work) {
+    if (!params_.forward.q.aligned16) return;
     q_place_.wait_empty(shared_.q_empty);
     forward_sm90_load<TileQ>(params_.q, shared_.q[q_place_.slot()], shared_.q_full[q_place_.slot()],
                              static_cast<int>(work.q_rows.begin) + work.first_row, work.head,
@@ -84,30 +113,10 @@ class ForwardSm90Producer {
     q_place_.advance();
   }
 
-  __device__ __forceinline__ void load_block(const BlockRange& keys, int block, int k_row, int head,
-                                             int k_batch) {
-    if (block < keys.begin) return;
-    int slot = place_.slot(), row = k_row + block * kBlockN;
-    if (params_.forward.k.aligned16) {
-      place_.wait_empty(shared_.k_empty);
-      forward_sm90_load<TileK>(params_.k, shared_.k[slot], shared_.k_full[slot], row, head,
-                               k_batch);
-    }
-    if (!kEarlyQueries && block == keys.end - 1) load_queries(WorkPlace{work_place_.count - 1});
-    if (params_.forward.v.aligned16) {
-      place_.wait_empty(shared_.v_empty);
-      uint64_t& full = keys.partial(block) ? shared_.v_landed[slot] : shared_.v_full[slot];
-      forward_sm90_load<TileV>(params_.v, shared_.v[slot], full, row, head, k_batch);
-    }
-    place_.advance();
-  }
-
   const ForwardSm90Params& params_;
   Shared& shared_;
-  ForwardSm90Cursor<Config::kBlockM, kBlockN> cursor_;
   Place place_;
   QueryPlace q_place_;
-  WorkPlace work_place_;  // of the work to announce next, or announced last
 };
 
 // Config::kHelperWarps warps: copy what TMA can't reach, element by element, and take the NaN and

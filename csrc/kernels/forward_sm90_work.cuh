@@ -46,8 +46,9 @@ class ForwardSm90Cursor {
     bool found = false;
     for (; index_ < schedule.items; index_ += gridDim.x, part_ = 0) {
       if (part_ == 0) {
-        item_ = tile::ordered_item(shape.seqlens_q, shape.batch, shape.heads_q, kBlockM,
-                                   schedule.parts, schedule.heads_together, index_);
+        item_ =
+            tile::ordered_item(shape.seqlens_q, shape.batch, shape.heads_q, kBlockM, schedule.parts,
+                               schedule.heads_together, schedule.rotated, index_);
       }
       if (item_.block < 0) continue;  // packed items are counted by a bound
       while (!found && part_ < schedule.parts) found = make(work, part_++);
@@ -113,7 +114,7 @@ struct ForwardSm90Shared {
 
   // By one thread. `consumers`, `helpers`: warps.
   __device__ __forceinline__ void init(int consumers, int helpers) {
-    init(work_full, 1), init(work_empty, consumers + helpers);
+    init(work_full, 1), init(work_empty, consumers + helpers + 1);  // and the producer
     init(q_full, 1), init(q_empty, consumers);
     init(k_full, 1), init(k_empty, consumers);
     init(v_full, 1), init(v_empty, consumers);
@@ -137,6 +138,7 @@ struct RingPlace {
   uint32_t count = 0;
 
   __device__ __forceinline__ void advance() { ++count; }
+  __device__ __forceinline__ RingPlace before() const { return {count - 1}; }
   __device__ __forceinline__ int slot() const { return count % kSlots; }
   __device__ __forceinline__ uint32_t parity() const { return count / kSlots & 1; }
 
@@ -165,7 +167,7 @@ struct ForwardSm90Config {
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kRegisters = kWarpgroups == 2 ? 232 : 160;
   static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kHelperWarps = 3;
+  static constexpr int kHelperWarps = 2;
 
   using E = tile::Element<kType>;
   using TileQ = tile::SmemTile<kBlockM, round_up_64(kHeadDim)>;

@@ -94,10 +94,13 @@ ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
   // Where items differ, the hardware deals them as SMs become free.
   const bool equal_items = !problem.packed && (schedule.parts == 2 || !unequal_tiles);
   schedule.ctas = equal_items ? std::min<int64_t>(schedule.items, device.sm_count) : schedule.items;
-  // Items of equal work go head by head, which is best for L2. Others take turns among heads, or a
-  // CTA could get the larger ones of all heads.
-  const bool whole_pairs = schedule.parts == 2 && problem.seqlen_q % (2 * plan.block_m) == 0;
-  schedule.heads_together = unequal_tiles && !whole_pairs
+  // Items of equal work go head by head, which is best for L2. Where those of a head differ a CTA
+  // must not get the same one of every head: they are rotated, or, being only two (a head's K and V
+  // are small then), take turns among heads.
+  const int64_t items_per_head = ceil_div(problem.seqlen_q, plan.block_m * schedule.parts);
+  const bool alike = equal_items && problem.seqlen_q % (plan.block_m * schedule.parts) == 0;
+  schedule.rotated = equal_items && !alike && (items_per_head > 2 || !unequal_tiles);
+  schedule.heads_together = unequal_tiles && !alike && !schedule.rotated
                                 ? heads_sharing_l2(problem.batch * problem.heads_q, kv_bytes)
                                 : 1;
   return schedule;

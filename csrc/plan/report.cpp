@@ -125,6 +125,21 @@ std::string why_shared_memory(const Plan& plan, const Device& device) {
          " CTA(s) fit an SM's " + kib(device.smem_per_sm);
 }
 
+std::string why_order(const ForwardSchedule& schedule) {
+  const std::string items =
+      schedule.parts == 2 ? "pairs of a head's longest and shortest tiles, equal in work" : "tiles";
+  std::string text = std::to_string(schedule.items) + " " + items + ", ";
+  text += schedule.ctas < schedule.items
+              ? "dealt to " + std::to_string(schedule.ctas) + " CTAs in turn: "
+              : "a CTA for each: ";
+  if (schedule.heads_together > 1) {
+    return text + std::to_string(schedule.heads_together) +
+           " heads take turns, as those of a head differ in work";
+  }
+  text += "head by head";
+  return schedule.rotated ? text + ", rotated, as those of a head differ in work" : text;
+}
+
 std::string why_loads(const Plan& plan, const Problem& problem) {
   if (is_sm90(plan)) {
     return problem.aligned16 ? "copies by TMA: pointers and strides are multiples of 16 bytes"
@@ -166,6 +181,9 @@ PlanReport report(const Plan& plan, const Problem& problem, const Device& device
   if (!is_cpu(plan)) {
     report.reasons.push_back(why_shared_memory(plan, device));
     report.reasons.push_back(why_loads(plan, problem));
+  }
+  if (plan.kernel == Kernel::kForwardSm90) {
+    report.reasons.push_back(why_order(plan.schedule));
   }
   report.reasons.push_back(why_blocks(report));
   if (is_backward(plan) && !is_cpu(plan)) {

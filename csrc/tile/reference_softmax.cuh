@@ -59,8 +59,8 @@ struct ReferenceSoftmax {
   }
 
   // Raises the references of rows that leave their `room`, given the highest of the scores that
-  // come: this lane's, of rows g and g + 8. `alpha`: what to scale earlier results by. Returns which
-  // rows moved.
+  // come: this lane's, of rows g and g + 8. `alpha`: what to scale earlier results by. Returns
+  // which rows moved.
   __device__ __forceinline__ Rows raise(const float (&highest)[2], float room, float scale,
                                         float (&alpha)[2]) {
     Rows moved;
@@ -138,7 +138,7 @@ struct ReferenceSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float total = quad_sum(sum[half]);
-      inverse[half] = total == 0.f ? 0.f : 1.f / total;
+      inverse[half] = total == 0.f ? 0.f : ptx::reciprocal_approx(total);
       lse[half] = row_lse(half, total);
     }
   }
@@ -178,14 +178,15 @@ struct ReferenceSoftmax {
     }
   }
 
-  // A score of +inf makes the row's outputs NaN, but not its lse.
+  // A score of +inf makes the row's outputs NaN, but not its lse. Without branches: nothing else is
+  // computed meanwhile.
   __device__ __forceinline__ float row_lse(int half, float total) const {
     constexpr float kLn2 = 0.69314718055994531f;
-    if (peak[half] == kInfinity) return kInfinity;
-    if (total == 0.f) return -kInfinity;
-    float logarithm = kBias + log2f(total), reference = guarded(half);
-    return large(reference) ? fmaf(logarithm, kLn2, 0.5f * reference)
-                            : (reference + logarithm) * kLn2;
+    constexpr float kUnbias = kWide ? 1048576.f : 1.f;  // 2^kBias
+    float logarithm = ptx::log2_approx(total * kUnbias), reference = guarded(half);
+    float lse =
+        large(reference) ? fmaf(logarithm, kLn2, 0.5f * reference) : (reference + logarithm) * kLn2;
+    return peak[half] == kInfinity ? kInfinity : lse;
   }
 };
 

@@ -67,7 +67,7 @@ FLASHATTN_HOST_DEVICE int64_t blocks_per_head(const SeqLens& lens, int64_t batch
 // `block` of the result counts items.
 __device__ inline TileCoord ordered_item(const SeqLens& lens, int64_t batch, int heads,
                                          int block_rows, int parts, int heads_together,
-                                         uint32_t index) {
+                                         bool rotated, uint32_t index) {
   int item_rows = block_rows * parts;
   if (lens.packed()) {
     uint32_t per_head = static_cast<uint32_t>(blocks_per_head(lens, batch, item_rows));
@@ -81,9 +81,12 @@ __device__ inline TileCoord ordered_item(const SeqLens& lens, int64_t batch, int
   uint32_t first_head = group * heads_together;
   uint32_t here =
       min(static_cast<uint32_t>(heads_together), static_cast<uint32_t>(batch) * heads - first_head);
-  uint32_t batch_head = first_head + within % here, b = batch_head / heads;
-  return {b, static_cast<int>(batch_head % heads), static_cast<int>(within / here),
-          static_cast<int>(blocks), lens.sequence(b)};
+  uint32_t batch_head = first_head + within % here, b = batch_head / heads, item = within / here;
+  // A CTA takes every gridDim.x-th item: the same of every head where one number divides the other.
+  // So with each round of CTAs they move on by one.
+  if (rotated) item = (item + batch_head * items / gridDim.x) % items;
+  return {b, static_cast<int>(batch_head % heads), static_cast<int>(item), static_cast<int>(blocks),
+          lens.sequence(b)};
 }
 
 // CTAs of one head follow each other, so that they share its other operand in L2.

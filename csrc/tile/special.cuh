@@ -57,19 +57,32 @@ __device__ __forceinline__ bool zero_specials(uint32_t tile) {
 }
 
 // Zeroes the special values of a whole tile whose slabs are 64 columns wide; returns whether this
-// thread, one of `threads`, found one in the first `rows` rows.
+// thread, one of `threads`, found one in the first `rows` rows. Looks at several chunks before it
+// branches, as above.
 template <class E, class Tile>
 __device__ __forceinline__ bool zero_specials_below(uint32_t tile, int rows, int thread,
                                                     int threads) {
   static_assert(Tile::kSlabCols == 64, "8 chunks of 16 bytes a row");
+  constexpr int kChunks = Tile::kBytes / 16, kAtOnce = 4;
   bool found = false;
-#pragma unroll 2
-  for (int chunk = thread; chunk < Tile::kBytes / 16; chunk += threads) {
-    uint4 x = ptx::load_shared_v4(tile + 16 * chunk);
-    if (special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) | special_bits<E>(x.w)) {
-      x = make_uint4(without_special<E>(x.x), without_special<E>(x.y), without_special<E>(x.z),
-                     without_special<E>(x.w));
-      ptx::store_shared_v4(tile + 16 * chunk, x);
+#pragma unroll 1
+  for (int first = thread; first < kChunks; first += kAtOnce * threads) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int chunk = first + i * threads;
+      uint4 x = ptx::load_shared_v4(tile + 16 * (chunk < kChunks ? chunk : first));
+      bits |=
+          special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) | special_bits<E>(x.w);
+    }
+    if (bits == 0) continue;
+#pragma unroll 1
+    for (int chunk = first; chunk < min(first + kAtOnce * threads, kChunks); chunk += threads) {
+      uint4 x = ptx::load_shared_v4(tile + 16 * chunk);
+      uint4 kept = make_uint4(without_special<E>(x.x), without_special<E>(x.y),
+                              without_special<E>(x.z), without_special<E>(x.w));
+      if (kept.x == x.x && kept.y == x.y && kept.z == x.z && kept.w == x.w) continue;
+      ptx::store_shared_v4(tile + 16 * chunk, kept);
       found |= chunk / 8 % Tile::kRows < rows;
     }
   }
