@@ -33,7 +33,7 @@ for dtype in ("fp16", "bf16"):
     for dims in ("d64", "d96", "d128", "d192_128", "d192", "d256"):
         CUDA += [f"instances/{name}_sm80_{dtype}_{dims}.cu" for name in ("forward", "backward")]
         CUDA += [f"instances/forward_sm90_{dtype}_{dims}.cu"]
-    for dims in ("d64", "d128"):
+    for dims in ("d64", "d128", "d192_128", "d256"):
         CUDA += [f"instances/backward_sm90_{dtype}_{dims}.cu"]
 
 STRICT = os.environ.get("FLASHATTN_WERROR") == "1"

@@ -283,8 +283,22 @@ def test_who_gets_the_sm90_backward():
         assert plan.supported
         return plan.kernel
 
-    for dims in ((64, 64), (8, 64), (128, 128), (96, 96), (40, 128), (128, 64)):
+    for dims, columns in (
+        ((64, 64), 64),
+        ((8, 64), 64),
+        ((96, 96), 128),
+        ((40, 128), 128),
+        ((128, 64), 128),
+        ((192, 128), 192),
+        ((136, 64), 192),
+        ((128, 136), 256),
+        ((192, 192), 256),
+        ((256, 8), 256),
+    ):
         options = {"headdim": dims[0], "headdim_v": dims[1]}
+        plan = _plan.make_backward_plan(problem(**options), h200)
+        assert plan.accum_headdim == columns  # of the kernel that is compiled for them
+        assert plan.smem_bytes <= h200.smem_per_block
         assert kernel(**options) == "backward_sm90"
         assert kernel(**options, aligned16=False) == "backward_sm80"
         assert kernel(**options, packed=True) == "backward_sm90"
@@ -293,8 +307,8 @@ def test_who_gets_the_sm90_backward():
         assert kernel(**options, deterministic=True, need_dq=False) == "backward_sm80"
     assert kernel(seqlen_k=64) == kernel(packed=True, seqlen_k=128) == "backward_sm80"
     assert kernel(seqlen_k=65) == kernel(packed=True, seqlen_k=130) == "backward_sm90"
-    for dims in ((100, 100), (136, 64), (64, 136), (192, 128), (256, 256)):
-        assert kernel(headdim=dims[0], headdim_v=dims[1]) == "backward_sm80"
+    assert kernel(headdim=256, seqlen_k=64) == "backward_sm80"
+    assert kernel(headdim=100, headdim_v=100) == kernel(headdim=60, headdim_v=64) == "backward_sm80"
 
 
 def test_order_of_the_sm90_tiles():

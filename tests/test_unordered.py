@@ -12,7 +12,10 @@ NAN, INF = float("nan"), float("inf")
 PROBLEMS = [
     fixed(2, 150, 200, causal=True, heads=4, heads_k=2, headdim=64),
     fixed(1, 260, 300, window=(100, 20), heads=2, headdim=128),
+    fixed(1, 200, 330, causal=True, heads=4, heads_k=2, headdim=192, headdim_v=128),
+    fixed(1, 150, 200, window=(60, 20), heads=2, headdim=256),
     packed((90, 200), (200, 150), causal=True, heads=4, heads_k=2, headdim=128),
+    packed((90, 200), (200, 150), causal=True, heads=4, heads_k=2, headdim=256),
 ]
 EACH_PROBLEM = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 
@@ -52,7 +55,8 @@ def test_expanded_inputs(problem, device, dtype):
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF], ids=["nan", "inf", "-inf"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_poison_outside_every_sequence(is_causal, poison, device, dtype):
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
+def test_poison_outside_every_sequence(dims, is_causal, poison, device, dtype):
     problem = packed(
         (150, 70),
         (100, 180),
@@ -63,7 +67,8 @@ def test_poison_outside_every_sequence(is_causal, poison, device, dtype):
         heads=4,
         heads_k=2,
         causal=is_causal,
-        headdim=128,
+        headdim=dims[0],
+        headdim_v=dims[1],
     )
     inputs = make_inputs(problem, device, dtype)
     got, wanted = (
@@ -88,7 +93,7 @@ def test_poison_reaches_those_who_see_it_alone(problem, name, device, dtype):
     close_dq(got.dq[..., -1, :], wanted.dq[..., -1, :])
 
 
-@pytest.mark.parametrize("problem", PROBLEMS[:2], ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS[:4], ids=str)
 @pytest.mark.parametrize("wanted_names", ["q", "kv", "k"])
 def test_subsets_of_the_gradients(problem, wanted_names, device, dtype):
     inputs = make_inputs(problem, device, dtype)

@@ -19,6 +19,7 @@ namespace {
 using ForwardLauncher = void (*)(const ForwardParams&, void*);
 using ForwardSm90Launcher = void (*)(const ForwardParams&, const ForwardSchedule&, void*);
 using BackwardLauncher = void (*)(const BackwardParams&, SmemClass, void*);
+using BackwardSm90Launcher = void (*)(const BackwardParams&, void*);
 
 constexpr size_t kHeadDimsCount = std::size(kHeadDims);
 using HeadDimsSequence = std::make_index_sequence<kHeadDimsCount>;
@@ -42,6 +43,14 @@ constexpr std::array<BackwardLauncher, kHeadDimsCount> backward_launchers(
   return {&run_backward_sm80<kType, kHeadDims[kIndex].qk, kHeadDims[kIndex].v>...};
 }
 
+// Those that it is compiled for are entries too; each other one gets the one that serves it.
+template <DType kType, size_t... kIndex>
+constexpr std::array<BackwardSm90Launcher, kHeadDimsCount> backward_sm90_launchers(
+    std::index_sequence<kIndex...>) {
+  return {&run_backward_sm90<kType, sm90_backward_dims(kHeadDims[kIndex]).qk,
+                             sm90_backward_dims(kHeadDims[kIndex]).v>...};
+}
+
 template <DType kType>
 void forward_cuda(const Plan& plan, const ForwardParams& params, void* stream) {
   static constexpr auto launchers = forward_launchers<kType>(HeadDimsSequence());
@@ -57,16 +66,13 @@ void forward_cuda(const Plan& plan, const ForwardParams& params, void* stream) {
 template <DType kType>
 void backward_cuda(const Plan& plan, const BackwardParams& params, void* stream) {
   static constexpr auto launchers = backward_launchers<kType>(HeadDimsSequence());
+  static constexpr auto sm90_launchers = backward_sm90_launchers<kType>(HeadDimsSequence());
+  const size_t index = static_cast<size_t>(plan.head_dims_index);
   run_backward_preprocess<kType>(params, stream);
   if (plan.kernel == Kernel::kBackwardSm90) {
-    constexpr int kSmall = sm90_backward_headdim(1, 1);
-    if (plan.accum_headdim == kSmall) {
-      run_backward_sm90<kType, kSmall>(params, stream);
-    } else {
-      run_backward_sm90<kType, kSm90BackwardHeadDim>(params, stream);
-    }
+    sm90_launchers[index](params, stream);
   } else {
-    launchers[static_cast<size_t>(plan.head_dims_index)](params, plan.smem, stream);
+    launchers[index](params, plan.smem, stream);
   }
   if (params.dq.data != nullptr) {
     run_backward_postprocess<kType>(params, plan.accum_headdim, stream);

@@ -2,6 +2,6 @@
 
 namespace flashattn {
 
-template void run_backward_sm90<DType::kBFloat16, 64>(const BackwardParams&, void*);
+template void run_backward_sm90<DType::kBFloat16, 64, 64>(const BackwardParams&, void*);
 
 }  // namespace flashattn

@@ -1,6 +1,8 @@
 // How the backward for sm_90a fills shared memory: its tiles, barriers, and the warps that copy.
 #pragma once
 
+#include <type_traits>
+
 #include "host/tensor_map.h"
 #include "kernels/backward_work.cuh"
 #include "plan/tile_config.h"
@@ -19,10 +21,10 @@ struct BackwardSm90Params {
 
 // Barriers are named after the event that completes a phase. What has landed of a block that is
 // partial, or that TMA does not reach, is full once the helpers are done with it.
-template <class TileQ, class TileK, class TileDs, int kStages>
+template <class TileQ, class TileDo, class TileK, class TileV, class TileDs, int kStages>
 struct BackwardSm90Shared {
-  uint8_t k[TileK::kBytes], v[TileK::kBytes];
-  uint8_t q[kStages][TileQ::kBytes], dout[kStages][TileQ::kBytes];
+  uint8_t k[TileK::kBytes], v[TileV::kBytes];
+  uint8_t q[kStages][TileQ::kBytes], dout[kStages][TileDo::kBytes];
   uint8_t ds[2][TileDs::kBytes];  // [query][key]
   float lse_log2[kStages][TileQ::kRows], delta[kStages][TileQ::kRows];
   uint64_t k_full, k_landed, v_full;
@@ -31,34 +33,58 @@ struct BackwardSm90Shared {
   uint64_t ds_full[2], ds_empty[2];
   int special;  // a NaN or Inf was taken out
 
-  // By one thread.
-  __device__ __forceinline__ void init(int math_warps, int dq_warps) {
-    auto init = [](uint64_t& barrier, int arrivals) {
-      ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
-    };
+  static __device__ __forceinline__ void init(uint64_t& barrier, int arrivals) {
+    ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+  }
+
+  // By one thread. Warps that compute, and those of them that write dS.
+  __device__ __forceinline__ void init(int math_warps = 8, int ds_writers = 8) {
     init(k_full, 1), init(k_landed, 1), init(v_full, 1);
     for (int i = 0; i < kStages; ++i) {
       init(q_full[i], 1), init(q_landed[i], 1), init(q_empty[i], 32 * math_warps);
       init(dout_full[i], 1), init(dout_landed[i], 1), init(dout_empty[i], 32 * math_warps);
     }
-    for (int i = 0; i < 2; ++i) init(ds_full[i], math_warps), init(ds_empty[i], dq_warps);
+    for (int i = 0; i < 2; ++i) init(ds_full[i], ds_writers), init(ds_empty[i], 4);
     special = 0;
     ptx::fence_mbarrier_init();
   }
 };
 
-template <DType kType, int kHeadDim>
+template <class TileP>
+struct BackwardSm90P {
+  uint8_t p[2][TileP::kBytes];  // [key][query]
+};
+
+// By products: one warpgroup computes P and hands it to the other, which computes dS.
+template <class Base, class TileP>
+struct BackwardSm90ByProductsShared : BackwardSm90P<TileP>, Base {
+  uint64_t p_full[2], p_empty[2];
+
+  __device__ __forceinline__ void init() {
+    for (int i = 0; i < 2; ++i) Base::init(p_full[i], 4), Base::init(p_empty[i], 128);
+    Base::init(8, 4);
+  }
+};
+
+template <DType kType, int kHeadDim, int kHeadDimV>
 struct BackwardSm90Load {
-  static constexpr Sm90BackwardTile kTile = sm90_backward_tile(kHeadDim);
+  static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
+  static constexpr Sm90BackwardTile kTile = sm90_backward_tile(kDims);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kThreads = 32 * kSm90BackwardWarps;
 
   using E = tile::Element<kType>;
   using TileK = tile::SmemTile<kBlockN, kHeadDim>;
+  using TileV = tile::SmemTile<kBlockN, kHeadDimV>;
   using TileQ = tile::SmemTile<kBlockM, kHeadDim>;
+  using TileDo = tile::SmemTile<kBlockM, kHeadDimV>;
+  using TileP = tile::SmemTile<kBlockN, kBlockM>;
   using TileDs = tile::SmemTile<kBlockM, kBlockN>;
-  using Shared = BackwardSm90Shared<TileQ, TileK, TileDs, kStages>;
-  static_assert(sizeof(Shared) <= sm90_backward_smem_bytes(kHeadDim), "the planner's figure");
+  using CommonShared = BackwardSm90Shared<TileQ, TileDo, TileK, TileV, TileDs, kStages>;
+  using Shared =
+      std::conditional_t<kTile.by_products, BackwardSm90ByProductsShared<CommonShared, TileP>,
+                         CommonShared>;
+  static_assert(sizeof(Shared) <= sm90_backward_smem_bytes(kDims), "the planner's figure");
 
   enum NamedBarrier { kHelped = 1, kStored = 2 };
 
@@ -111,21 +137,22 @@ struct BackwardSm90Load {
         load<TileK>(params.k, shared.k, k_full, row, work.keys.head, lens);
       }
       if (backward.v.aligned16) {
-        ptx::mbarrier_arrive_expect(address(&shared.v_full), TileK::kBytes);
-        load<TileK>(params.v, shared.v, shared.v_full, row, work.keys.head, lens);
+        ptx::mbarrier_arrive_expect(address(&shared.v_full), TileV::kBytes);
+        load<TileV>(params.v, shared.v, shared.v_full, row, work.keys.head, lens);
       }
     }
 
     // A block of Q or dO, if TMA reaches it, and its row statistics.
+    template <class Tile>
     __device__ __forceinline__ void load_rows(const CUtensorMap& map, bool reached,
                                               const uint8_t* to, const float* stats_to,
                                               const float* stats, const uint64_t& full,
                                               const BackwardStep& step) const {
       int row = step.block * kBlockM;
-      ptx::mbarrier_arrive_expect(address(&full), (reached ? TileQ::kBytes : 0) + 4 * kBlockM);
+      ptx::mbarrier_arrive_expect(address(&full), (reached ? Tile::kBytes : 0) + 4 * kBlockM);
       if (reached) {
-        load<TileQ>(map, to, full, static_cast<int>(work.q_rows.begin) + row, step.head,
-                    params.backward.shape.seqlens_q);
+        load<Tile>(map, to, full, static_cast<int>(work.q_rows.begin) + row, step.head,
+                   params.backward.shape.seqlens_q);
       }
       ptx::bulk_load(address(stats_to), stats + work.sums_row(step.head) + row, 4 * kBlockM,
                      address(&full));
@@ -141,12 +168,12 @@ struct BackwardSm90Load {
         int slot = place.slot;
         bool partial = work.blocks.partial(step.block);
         wait(shared.q_empty[slot], place.parity ^ 1);
-        load_rows(params.q, backward.q.aligned16, shared.q[slot], shared.lse_log2[slot],
-                  backward.lse_log2,
-                  partial || !backward.q.aligned16 ? shared.q_landed[slot] : shared.q_full[slot],
-                  step);
+        load_rows<TileQ>(
+            params.q, backward.q.aligned16, shared.q[slot], shared.lse_log2[slot],
+            backward.lse_log2,
+            partial || !backward.q.aligned16 ? shared.q_landed[slot] : shared.q_full[slot], step);
         wait(shared.dout_empty[slot], place.parity ^ 1);
-        load_rows(
+        load_rows<TileDo>(
             params.dout, backward.dout.aligned16, shared.dout[slot], shared.delta[slot],
             backward.delta,
             partial || !backward.dout.aligned16 ? shared.dout_landed[slot] : shared.dout_full[slot],
@@ -201,20 +228,21 @@ struct BackwardSm90Load {
       if (partial) scan<TileK>(shared.k);
       if (partial || !params.k.aligned16) publish(shared.k_full);
       if (params.v.aligned16) return;
-      copy<TileK>(shared.v, params.v, work.keys.rows, work.keys.head, params.shape.headdim_v,
+      copy<TileV>(shared.v, params.v, work.keys.rows, work.keys.head, params.shape.headdim_v,
                   work.first_key);
       publish(shared.v_full);
     }
 
     // A block of Q or dO whose statistics, and what TMA reaches of it, have `landed`.
+    template <class Tile>
     __device__ __forceinline__ void rows(const BackwardStep& step, const ConstTensor& tensor,
                                          int headdim, const uint8_t* tile, const uint64_t& landed,
                                          uint32_t parity, const uint64_t& full) const {
       wait(landed, parity);
       if (!tensor.aligned16) {
-        copy<TileQ>(tile, tensor, work.q_rows, step.head, headdim, step.block * kBlockM);
+        copy<Tile>(tile, tensor, work.q_rows, step.head, headdim, step.block * kBlockM);
       }
-      if (work.blocks.partial(step.block)) scan<TileQ>(tile);
+      if (work.blocks.partial(step.block)) scan<Tile>(tile);
       publish(full);
     }
 
@@ -227,13 +255,13 @@ struct BackwardSm90Load {
         int slot = step.index % kStages;
         bool partial = work.blocks.partial(step.block);
         if (partial || !params.q.aligned16) {
-          rows(step, params.q, params.shape.headdim, shared.q[slot], shared.q_landed[slot],
-               q_parities >> slot & 1, shared.q_full[slot]);
+          rows<TileQ>(step, params.q, params.shape.headdim, shared.q[slot], shared.q_landed[slot],
+                      q_parities >> slot & 1, shared.q_full[slot]);
           q_parities ^= 1u << slot;
         }
         if (partial || !params.dout.aligned16) {
-          rows(step, params.dout, params.shape.headdim_v, shared.dout[slot],
-               shared.dout_landed[slot], dout_parities >> slot & 1, shared.dout_full[slot]);
+          rows<TileDo>(step, params.dout, params.shape.headdim_v, shared.dout[slot],
+                       shared.dout_landed[slot], dout_parities >> slot & 1, shared.dout_full[slot]);
           dout_parities ^= 1u << slot;
         }
       }

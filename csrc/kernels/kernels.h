@@ -37,8 +37,8 @@ void run_backward_preprocess(const BackwardParams& params, void* stream);
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_backward_sm80(const BackwardParams& params, SmemClass smem, void* stream);
 
-// The same for head dims up to kHeadDim, multiples of 8; dq's sums are in no fixed order.
-template <DType kType, int kHeadDim>
+// The same for head dims that are multiples of 8; dq's sums are in no fixed order.
+template <DType kType, int kHeadDim, int kHeadDimV>
 void run_backward_sm90(const BackwardParams& params, void* stream);
 
 // dq = softmax_scale * dq_accum, in dq's dtype and order.

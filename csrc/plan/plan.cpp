@@ -108,10 +108,9 @@ ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
 
 void set_backward_tile(Plan& plan, const Problem& problem, const Device& device) {
   if (plan.kernel == Kernel::kBackwardSm90) {
-    const int headdim = sm90_backward_headdim(problem.headdim, problem.headdim_v);
-    plan.head_dims_index = head_dims_index(headdim, headdim);
-    set_tile(plan, sm90_backward_tile(headdim), kSm90BackwardWarps,
-             sm90_backward_smem_bytes(headdim));
+    const HeadDims dims = sm90_backward_dims({problem.headdim, problem.headdim_v});
+    plan.head_dims_index = head_dims_index(dims.qk, dims.v);
+    set_tile(plan, sm90_backward_tile(dims), kSm90BackwardWarps, sm90_backward_smem_bytes(dims));
   } else {
     plan.smem = device.arch == Arch::kSm90 ? SmemClass::k227KB : SmemClass::k99KB;
     const HeadDims dims = kHeadDims[plan.head_dims_index];
@@ -175,14 +174,9 @@ const char* why_not_backward_sm90(const Problem& problem) {
   if (!problem.aligned16) return "a pointer or a stride is no multiple of 16 bytes";
   // Whether dq is wanted has no say: it must not change dk.
   if (problem.deterministic) return "dq is summed in a fixed order";
-  if (problem.headdim > kSm90BackwardHeadDim || problem.headdim_v > kSm90BackwardHeadDim) {
-    return "the sm_90a kernel has head dims up to 128";
-  }
   const int64_t keys =
       problem.packed ? problem.seqlen_k / std::max<int64_t>(problem.batch, 1) : problem.seqlen_k;
-  if (keys <= sm90_backward_tile(kSm90BackwardHeadDim).block_n / 2) {
-    return "the keys of a sequence fill at most half of the sm_90a kernel's tile";
-  }
+  if (keys <= kSm80BackwardKeys) return "a sequence has at most 64 keys";
   return nullptr;
 }
 

@@ -99,30 +99,43 @@ constexpr BackwardTile sm80_backward_tile(int headdim, SmemClass smem) {
   return {32, 32, 4, 1, false};
 }
 
-// sm_90a: two warpgroups of 64 keys each.
+// sm_90a: two warpgroups compute.
 struct Sm90BackwardTile {
-  int block_m;  // queries a step
-  int block_n;  // keys a CTA
-  int stages;   // Q/dO buffers
+  int block_m;       // queries a block
+  int block_n;       // keys a CTA
+  int stages;        // Q/dO buffers
+  int queries;       // of a block whose scores a warpgroup has in registers at a time
+  int dq_columns;    // of dQ in registers at a time: with fewer, the computing warps have more
+  bool by_products;  // one holds dV of 64 keys, the other dK of them; else each both, of 64 keys
 };
-constexpr Sm90BackwardTile sm90_backward_tile(int headdim) {
-  return {headdim <= 64 ? 128 : 64, 128, 2};
+constexpr Sm90BackwardTile sm90_backward_tile(HeadDims dims) {
+  if (dims.qk <= 64) return {128, 128, 2, 128, 64, false};
+  if (dims.qk <= 128) return {64, 128, 2, 64, 64, false};
+  if (dims.v <= 128) return {64, 128, 2, 32, 32, false};
+  return {64, 64, 2, 64, 64, true};
 }
 constexpr int kSm90BackwardWarps = 16;
 
-// It is compiled for these: 64, and the largest.
-constexpr int kSm90BackwardHeadDim = 128;
-constexpr int sm90_backward_headdim(int headdim, int headdim_v) {
-  return headdim <= 64 && headdim_v <= 64 ? 64 : kSm90BackwardHeadDim;
+// It is compiled for these alone: a problem takes the first that holds it.
+constexpr HeadDims sm90_backward_dims(HeadDims dims) {
+  if (dims.qk <= 64 && dims.v <= 64) return {64, 64};
+  if (dims.qk <= 128 && dims.v <= 128) return {128, 128};
+  if (dims.qk <= 192 && dims.v <= 128) return {192, 128};
+  return {256, 256};
 }
 
-// K and V; `stages` times Q, dO and their statistics; two buffers of dS; barriers.
-constexpr int64_t sm90_backward_smem_bytes(int headdim) {
+// Sequences of so few keys, half of most tiles, are left to the sm_80 kernel.
+constexpr int kSm80BackwardKeys = 64;
+
+// K and V; `stages` times Q, dO and their statistics; two buffers of dS and, by products, of P;
+// barriers.
+constexpr int64_t sm90_backward_smem_bytes(HeadDims dims) {
   constexpr int64_t kBarriers = 256;
-  Sm90BackwardTile tile = sm90_backward_tile(headdim);
-  int64_t stage = 4 * tile.block_m * headdim + 2 * 4 * tile.block_m;
-  return 4 * tile.block_n * headdim + tile.stages * stage + 2 * 2 * tile.block_m * tile.block_n +
-         kBarriers;
+  Sm90BackwardTile tile = sm90_backward_tile(dims);
+  int64_t stage = 2 * tile.block_m * (dims.qk + dims.v) + 2 * 4 * tile.block_m;
+  int64_t scores = 2 * tile.block_m * tile.block_n;
+  return 2 * tile.block_n * (dims.qk + dims.v) + tile.stages * stage +
+         (tile.by_products ? 4 : 2) * scores + kBarriers;
 }
 
 // K and V; `stages` times Q, dO and two fp32 statistics a row; P^T; two buffers of dS^T.

@@ -21,15 +21,21 @@ __device__ __forceinline__ void start_abt(float (&acc)[1][NT][4], uint64_t a, ui
   ptx::wgmma_commit();
 }
 
-// acc += A B: A is in registers, B is [k][n] of TileB.
-template <class E, class TileB, int KT, int NT>
+// acc += A B: A is in registers, B is [k][n] of TileB. kParts: instructions side by side, where one
+// would have more accumulators than a thread has registers at the kernel's start.
+template <class E, class TileB, int kParts = 1, int KT, int NT>
 __device__ __forceinline__ void start_ab(float (&acc)[1][NT][4], const uint32_t (&a)[KT][1][4],
                                          uint64_t b) {
+  constexpr int kTiles = NT / kParts;
   ptx::wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < KT; ++i) {
-    ptx::Wgmma<E, 8 * NT>::rs(acc[0], a[i][0], ptx::wgmma_advance(b, i * 16 * TileB::kPitch));
-  }
+  for (int i = 0; i < KT; ++i)
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      int offset = i * 16 * TileB::kPitch + part * kTiles / 8 * TileB::kSlabBytes;
+      ptx::Wgmma<E, 8 * kTiles>::rs(reinterpret_cast<float(&)[kTiles][4]>(acc[0][part * kTiles]),
+                                    a[i][0], ptx::wgmma_advance(b, offset));
+    }
   ptx::wgmma_commit();
 }
 
