@@ -5,8 +5,7 @@
 //     dK += dS^T Q  in registers; dS also goes to shared memory. They share the work by keys
 //     (backward_sm90_by_keys.cuh) or by products (backward_sm90_by_products.cuh);
 //   one adds  dQ = dS K  to the sums in global memory;
-//   one copies: a warp starts the copies by TMA, three copy what that can't reach and take NaN and
-//     Inf out of partial blocks.
+//   one copies: a warp starts the copies by TMA, three take NaN and Inf out of partial blocks.
 #pragma once
 
 #include "host/launch.cuh"
@@ -61,7 +60,7 @@ struct BackwardSm90 : BackwardSm90Math<kType, kHeadDim, kHeadDimV> {
     } else {
       ptx::decrease_registers<kCopyRegisters>();
       if (warp > 12) {
-        Helpers{backward, shared, work}.run();
+        Helpers{shared, work}.run();
       } else if (threadIdx.x % 32 == 0) {
         Copies{params, shared, work}.run();
       }

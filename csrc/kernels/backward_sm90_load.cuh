@@ -20,7 +20,7 @@ struct BackwardSm90Params {
 };
 
 // Barriers are named after the event that completes a phase. What has landed of a block that is
-// partial, or that TMA does not reach, is full once the helpers are done with it.
+// partial is full once the helpers are done with it.
 template <class TileQ, class TileDo, class TileK, class TileV, class TileDs, int kStages>
 struct BackwardSm90Shared {
   uint8_t k[TileK::kBytes], v[TileV::kBytes];
@@ -128,32 +128,25 @@ struct BackwardSm90Load {
     }
 
     __device__ __forceinline__ void load_keys() const {
-      const BackwardParams& backward = params.backward;
-      const SeqLens& lens = backward.shape.seqlens_k;
+      const SeqLens& lens = params.backward.shape.seqlens_k;
       int row = static_cast<int>(work.keys.rows.begin) + work.first_key;
-      if (backward.k.aligned16) {
-        uint64_t& k_full = work.blocks.any_partial() ? shared.k_landed : shared.k_full;
-        ptx::mbarrier_arrive_expect(address(&k_full), TileK::kBytes);
-        load<TileK>(params.k, shared.k, k_full, row, work.keys.head, lens);
-      }
-      if (backward.v.aligned16) {
-        ptx::mbarrier_arrive_expect(address(&shared.v_full), TileV::kBytes);
-        load<TileV>(params.v, shared.v, shared.v_full, row, work.keys.head, lens);
-      }
+      uint64_t& k_full = work.blocks.any_partial() ? shared.k_landed : shared.k_full;
+      ptx::mbarrier_arrive_expect(address(&k_full), TileK::kBytes);
+      load<TileK>(params.k, shared.k, k_full, row, work.keys.head, lens);
+      ptx::mbarrier_arrive_expect(address(&shared.v_full), TileV::kBytes);
+      load<TileV>(params.v, shared.v, shared.v_full, row, work.keys.head, lens);
     }
 
-    // A block of Q or dO, if TMA reaches it, and its row statistics.
+    // A block of Q or dO and its row statistics.
     template <class Tile>
-    __device__ __forceinline__ void load_rows(const CUtensorMap& map, bool reached,
-                                              const uint8_t* to, const float* stats_to,
-                                              const float* stats, const uint64_t& full,
+    __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint8_t* to,
+                                              const float* stats_to, const float* stats,
+                                              const uint64_t& full,
                                               const BackwardStep& step) const {
       int row = step.block * kBlockM;
-      ptx::mbarrier_arrive_expect(address(&full), (reached ? Tile::kBytes : 0) + 4 * kBlockM);
-      if (reached) {
-        load<Tile>(map, to, full, static_cast<int>(work.q_rows.begin) + row, step.head,
-                   params.backward.shape.seqlens_q);
-      }
+      ptx::mbarrier_arrive_expect(address(&full), Tile::kBytes + 4 * kBlockM);
+      load<Tile>(map, to, full, static_cast<int>(work.q_rows.begin) + row, step.head,
+                 params.backward.shape.seqlens_q);
       ptx::bulk_load(address(stats_to), stats + work.sums_row(step.head) + row, 4 * kBlockM,
                      address(&full));
     }
@@ -168,102 +161,50 @@ struct BackwardSm90Load {
         int slot = place.slot;
         bool partial = work.blocks.partial(step.block);
         wait(shared.q_empty[slot], place.parity ^ 1);
-        load_rows<TileQ>(
-            params.q, backward.q.aligned16, shared.q[slot], shared.lse_log2[slot],
-            backward.lse_log2,
-            partial || !backward.q.aligned16 ? shared.q_landed[slot] : shared.q_full[slot], step);
+        load_rows<TileQ>(params.q, shared.q[slot], shared.lse_log2[slot], backward.lse_log2,
+                         partial ? shared.q_landed[slot] : shared.q_full[slot], step);
         wait(shared.dout_empty[slot], place.parity ^ 1);
-        load_rows<TileDo>(
-            params.dout, backward.dout.aligned16, shared.dout[slot], shared.delta[slot],
-            backward.delta,
-            partial || !backward.dout.aligned16 ? shared.dout_landed[slot] : shared.dout_full[slot],
-            step);
+        load_rows<TileDo>(params.dout, shared.dout[slot], shared.delta[slot], backward.delta,
+                          partial ? shared.dout_landed[slot] : shared.dout_full[slot], step);
       }
     }
   };
 
-  // Three warps: copy what TMA can't reach, element by element, and set apart the special values
-  // that a mask could hide (tile/special.cuh).
+  // Three warps: set apart the special values that a mask could hide (tile/special.cuh).
   struct Helpers {
     static constexpr int kHelpers = 96;  // threads
 
-    const BackwardParams& params;
     Shared& shared;
     const BackwardWork& work;
 
-    static __device__ __forceinline__ int thread() { return threadIdx.x % 128 - 32; }
-    static __device__ __forceinline__ void sync() { ptx::named_barrier_sync(kHelped, kHelpers); }
-
+    // A block of K, Q or dO that has `landed`: once it is clean, it is there for the tensor cores.
     template <class Tile>
-    __device__ __forceinline__ void copy(const uint8_t* to, const ConstTensor& tensor, SeqRows rows,
-                                         int head, int headdim, int first_row) const {
-      tile::load_tile_pairs<Tile>(address(to),
-                                  tile::GlobalRows(tensor, work.keys.batch, rows, head, headdim),
-                                  first_row, thread(), kHelpers);
-      sync();
-    }
-
-    template <class Tile>
-    __device__ __forceinline__ void scan(const uint8_t* tile) const {
-      if (tile::zero_specials_below<E, Tile>(address(tile), Tile::kRows, thread(), kHelpers)) {
-        shared.special = 1;
-      }
-    }
-
-    // What all helpers wrote is there for the tensor cores.
-    __device__ __forceinline__ void publish(const uint64_t& full) const {
-      ptx::fence_async_shared();
-      sync();
-      if (thread() == 0) ptx::mbarrier_arrive(address(&full));
-    }
-
-    __device__ __forceinline__ void keys() const {
-      bool partial = work.blocks.any_partial();
-      if (!params.k.aligned16) {
-        copy<TileK>(shared.k, params.k, work.keys.rows, work.keys.head, params.shape.headdim,
-                    work.first_key);
-      } else if (partial) {
-        wait(shared.k_landed, 0);
-      }
-      if (partial) scan<TileK>(shared.k);
-      if (partial || !params.k.aligned16) publish(shared.k_full);
-      if (params.v.aligned16) return;
-      copy<TileV>(shared.v, params.v, work.keys.rows, work.keys.head, params.shape.headdim_v,
-                  work.first_key);
-      publish(shared.v_full);
-    }
-
-    // A block of Q or dO whose statistics, and what TMA reaches of it, have `landed`.
-    template <class Tile>
-    __device__ __forceinline__ void rows(const BackwardStep& step, const ConstTensor& tensor,
-                                         int headdim, const uint8_t* tile, const uint64_t& landed,
-                                         uint32_t parity, const uint64_t& full) const {
+    __device__ __forceinline__ void clean(const uint8_t* block, const uint64_t& landed,
+                                          uint32_t parity, const uint64_t& full) const {
+      int thread = threadIdx.x % 128 - (128 - kHelpers);
       wait(landed, parity);
-      if (!tensor.aligned16) {
-        copy<Tile>(tile, tensor, work.q_rows, step.head, headdim, step.block * kBlockM);
-      }
-      if (work.blocks.partial(step.block)) scan<Tile>(tile);
-      publish(full);
+      bool special =
+          tile::zero_specials_below<E, Tile>(address(block), Tile::kRows, thread, kHelpers);
+      ptx::fence_async_shared();
+      special = ptx::named_barrier_or(kHelped, kHelpers, special);
+      if (thread != 0) return;
+      if (special) shared.special = 1;
+      ptx::mbarrier_arrive(address(&full));
     }
 
     __device__ __forceinline__ void run() const {
-      keys();
-      uint32_t q_parities = 0, dout_parities = 0;  // of the landed phases, a bit a slot
+      if (!work.blocks.any_partial()) return;
+      clean<TileK>(shared.k, shared.k_landed, 0, shared.k_full);
+      uint32_t landed = 0;  // the parity of the phase that lands next, a bit a slot
       BackwardStep step(work);
 #pragma unroll 1
       for (int left = work.steps(); left > 0; --left, step.advance(work)) {
+        if (!work.blocks.partial(step.block)) continue;
         int slot = step.index % kStages;
-        bool partial = work.blocks.partial(step.block);
-        if (partial || !params.q.aligned16) {
-          rows<TileQ>(step, params.q, params.shape.headdim, shared.q[slot], shared.q_landed[slot],
-                      q_parities >> slot & 1, shared.q_full[slot]);
-          q_parities ^= 1u << slot;
-        }
-        if (partial || !params.dout.aligned16) {
-          rows<TileDo>(step, params.dout, params.shape.headdim_v, shared.dout[slot],
-                       shared.dout_landed[slot], dout_parities >> slot & 1, shared.dout_full[slot]);
-          dout_parities ^= 1u << slot;
-        }
+        uint32_t parity = landed >> slot & 1;
+        clean<TileQ>(shared.q[slot], shared.q_landed[slot], parity, shared.q_full[slot]);
+        clean<TileDo>(shared.dout[slot], shared.dout_landed[slot], parity, shared.dout_full[slot]);
+        landed ^= 1u << slot;
       }
     }
   };
