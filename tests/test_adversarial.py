@@ -1,6 +1,8 @@
 """Scores that leave every comfortable range: rising, falling, spikes, huge ones. The forward keeps
 its reference for the softmax where it can, and must notice where it cannot."""
 
+import math
+
 import pytest
 import torch
 from cases import attend, expected, fixed, make_inputs, packed
@@ -59,6 +61,20 @@ def test_equal_scores_of_any_size(magnitude, device, dtype):
         out = attend(problem, inputs.replace(q=q, k=k), backward=False).out
         mean = inputs.v.double().mean(dim=1, keepdim=True).expand_as(out)
         torch.testing.assert_close(out.double(), mean, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("keys", [1, 100])  # 100: sums above the limit that no row's score is above
+@pytest.mark.parametrize("octaves", [14.5, 15.5, 16.5, 39.5, 40.5])
+def test_scores_at_the_edge_of_the_room(octaves, keys, device, dtype):
+    """A reference of the keys that come first, the last ones, and scores above it by as much as a
+    kernel may leave it, or a little more."""
+    problem = fixed(1, 70, 400, heads=1, headdim=64)
+    inputs = make_inputs(problem, device, dtype)
+    q, k = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k)
+    q[..., 0] = 8  # by the scale, 1 / 8: a score is k[0]
+    k[:, :keys, :, 0] = octaves * math.log(2)
+    wild = inputs.replace(q=q, k=k)
+    check_wild(problem, wild, attend(problem, wild, backward=False))
 
 
 def test_wild_neighbours(device, dtype):

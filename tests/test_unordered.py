@@ -93,7 +93,7 @@ def test_poison_reaches_those_who_see_it_alone(problem, name, device, dtype):
     close_dq(got.dq[..., -1, :], wanted.dq[..., -1, :])
 
 
-@pytest.mark.parametrize("problem", PROBLEMS[:4], ids=str)
+@pytest.mark.parametrize("problem", [x for x in PROBLEMS if not x.packed], ids=str)
 @pytest.mark.parametrize("wanted_names", ["q", "kv", "k"])
 def test_subsets_of_the_gradients(problem, wanted_names, device, dtype):
     inputs = make_inputs(problem, device, dtype)

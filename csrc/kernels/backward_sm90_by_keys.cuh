@@ -30,7 +30,8 @@ struct BackwardSm90ByKeys : BackwardSm90Parts<kType, kHeadDim, kHeadDimV> {
     // Descriptors of K's first row and of the warpgroup's: the other tiles' are at constants from
     // there, which takes fewer registers than one for each.
     uint64_t tiles, keys;
-    static_assert(TileQ::kSlabBytes == TileDo::kSlabBytes && TileK::kPitch == TileV::kPitch);
+    static_assert(TileQ::kSlabBytes == TileDo::kSlabBytes && TileK::kPitch == TileV::kPitch,
+                  "one descriptor serves all");
 
     __device__ __forceinline__ Math(Shared& shared_memory, const BackwardWork& a_work)
         : shared(shared_memory),

@@ -37,12 +37,13 @@ struct BackwardSm90Shared {
     ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
   }
 
-  // By one thread. Warps that compute, and those of them that write dS.
-  __device__ __forceinline__ void init(int math_warps = 8, int ds_writers = 8) {
+  // By one thread. `ds_writers`: warps that write dS, of the eight that compute.
+  __device__ __forceinline__ void init(int ds_writers = 8) {
+    constexpr int kMathThreads = 256;
     init(k_full, 1), init(k_landed, 1), init(v_full, 1);
     for (int i = 0; i < kStages; ++i) {
-      init(q_full[i], 1), init(q_landed[i], 1), init(q_empty[i], 32 * math_warps);
-      init(dout_full[i], 1), init(dout_landed[i], 1), init(dout_empty[i], 32 * math_warps);
+      init(q_full[i], 1), init(q_landed[i], 1), init(q_empty[i], kMathThreads);
+      init(dout_full[i], 1), init(dout_landed[i], 1), init(dout_empty[i], kMathThreads);
     }
     for (int i = 0; i < 2; ++i) init(ds_full[i], ds_writers), init(ds_empty[i], 4);
     special = 0;
@@ -50,6 +51,7 @@ struct BackwardSm90Shared {
   }
 };
 
+// A base of its own, so that P lies before the barriers, at a multiple of 1024 bytes.
 template <class TileP>
 struct BackwardSm90P {
   uint8_t p[2][TileP::kBytes];  // [key][query]
@@ -62,7 +64,7 @@ struct BackwardSm90ByProductsShared : BackwardSm90P<TileP>, Base {
 
   __device__ __forceinline__ void init() {
     for (int i = 0; i < 2; ++i) Base::init(p_full[i], 4), Base::init(p_empty[i], 128);
-    Base::init(8, 4);
+    Base::init(4);
   }
 };
 

@@ -134,7 +134,7 @@ class ForwardSm90Consumer {
     return Softmax::exponentiate(scores, softmax.careful_exponents(scores, scale()));
   }
 
-  // Of the block that this warpgroup sees first, the keys that its sequence has.
+  // The keys that the sequence has in the block that this warpgroup sees first, masked ones too.
   __device__ __forceinline__ int first_keys() const {
     return work().k_rows.length - (own_.end - 1) * kBlockN;
   }

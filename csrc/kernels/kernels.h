@@ -37,7 +37,8 @@ void run_backward_preprocess(const BackwardParams& params, void* stream);
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_backward_sm80(const BackwardParams& params, SmemClass smem, void* stream);
 
-// The same for head dims that are multiples of 8; dq's sums are in no fixed order.
+// The same for head dims that are multiples of 8 and tensors aligned to 16 bytes; dq's sums are in
+// no fixed order.
 template <DType kType, int kHeadDim, int kHeadDimV>
 void run_backward_sm90(const BackwardParams& params, void* stream);
 

@@ -99,8 +99,9 @@ ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
   // are small then), take turns among heads.
   const int64_t items_per_head = ceil_div(problem.seqlen_q, plan.block_m * schedule.parts);
   const bool alike = equal_items && problem.seqlen_q % (plan.block_m * schedule.parts) == 0;
-  schedule.rotated = equal_items && !alike && (items_per_head > 2 || !unequal_tiles);
-  schedule.heads_together = unequal_tiles && !alike && !schedule.rotated
+  const bool rotatable = equal_items && !alike && items_per_head > (unequal_tiles ? 2 : 1);
+  schedule.rotated = rotatable && schedule.ctas < schedule.items;
+  schedule.heads_together = !problem.packed && unequal_tiles && !alike && !rotatable
                                 ? heads_sharing_l2(problem.batch * problem.heads_q, kv_bytes)
                                 : 1;
   return schedule;
@@ -176,7 +177,7 @@ const char* why_not_backward_sm90(const Problem& problem) {
   if (problem.deterministic) return "dq is summed in a fixed order";
   const int64_t keys =
       problem.packed ? problem.seqlen_k / std::max<int64_t>(problem.batch, 1) : problem.seqlen_k;
-  if (keys <= kSm80BackwardKeys) return "a sequence has at most 64 keys";
+  if (keys <= kSm80BackwardMaxKeys) return "sequences have at most 64 keys (packed: on average)";
   return nullptr;
 }
 

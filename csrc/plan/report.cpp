@@ -127,7 +127,7 @@ std::string why_shared_memory(const Plan& plan, const Device& device) {
 
 std::string why_order(const ForwardSchedule& schedule) {
   const std::string items =
-      schedule.parts == 2 ? "pairs of a head's longest and shortest tiles, equal in work" : "tiles";
+      schedule.parts == 2 ? "pairs of a head's longest and shortest tiles" : "tiles";
   std::string text = std::to_string(schedule.items) + " " + items + ", ";
   text += schedule.ctas < schedule.items
               ? "dealt to " + std::to_string(schedule.ctas) + " CTAs in turn: "

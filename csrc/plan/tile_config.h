@@ -125,7 +125,7 @@ constexpr HeadDims sm90_backward_dims(HeadDims dims) {
 }
 
 // Sequences of so few keys, half of most tiles, are left to the sm_80 kernel.
-constexpr int kSm80BackwardKeys = 64;
+constexpr int kSm80BackwardMaxKeys = 64;
 
 // K and V; `stages` times Q, dO and their statistics; two buffers of dS and, by products, of P;
 // barriers.

@@ -120,7 +120,7 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The same; returns whether one of the threads says yes.
+// The same; returns whether one of the threads says yes. PTX ISA: barrier.red.
 __device__ __forceinline__ bool named_barrier_or(int barrier, int threads, bool yes) {
   uint32_t any;
   asm volatile(
@@ -161,11 +161,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Absolute error 2^-22 between 0.5 and 2, relative beyond; subnormals are 0. PTX ISA: lg2.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Error one unit in the last place; subnormals are 0. PTX ISA: rcp.
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -2,7 +2,8 @@
 // one from which probabilities neither overflow nor lose what counts. A row's reference is the
 // maximum of the first keys it sees; it moves when a score exceeds it by more than kRoom octaves.
 // Few keys make a poor one: where half of the others lie just above it, their probabilities round
-// twice as coarsely as below. So a reference of fewer than kFewKeys follows the next block, too.
+// twice as coarsely as below. So where a sequence has fewer than kFewKeys in its last block, which
+// comes first, references follow the next block, too; rows that a mask leaves few keep theirs.
 //
 // Nobody looks for maxima, until a row that leaves its room shows in a block's sum; the kernel then
 // computes the block's scores again and raises the reference, and the warp watches every block from

@@ -63,8 +63,9 @@ FLASHATTN_HOST_DEVICE int64_t blocks_per_head(const SeqLens& lens, int64_t batch
 
 // Items in the order in which they start: `heads_together` heads of all (batch, head) take turns,
 // item by item, so that K and V of few heads at a time are in L2. With 1, a head's items follow
-// each other; those of packed sequences always do so. An item is `parts` blocks of block_rows rows:
-// `block` of the result counts items.
+// each other; those of packed sequences always do so. `rotated`: a head's items start at another
+// one in each round of CTAs. An item is `parts` blocks of block_rows rows: `block` of the result
+// counts items.
 __device__ inline TileCoord ordered_item(const SeqLens& lens, int64_t batch, int heads,
                                          int block_rows, int parts, int heads_together,
                                          bool rotated, uint32_t index) {

@@ -13,9 +13,10 @@ PROBLEMS = [
     fixed(1, 140, 70, headdim=96),
     fixed(1, 130, headdim=128, causal=True),
     packed((65, 0, 3), (1, 64, 130), headdim=128, slots_q=(70, 2, 9), spare_k=5, heads_k=1),
-    fixed(1, 70, headdim=192, headdim_v=128, causal=True),
-    fixed(1, 70, headdim=192),
-    packed((64, 70), (70, 1), headdim=256, causal=True, heads=4, heads_k=1),
+    # Enough steps to use every buffer of the backward again.
+    fixed(1, 150, 140, headdim=192, headdim_v=128, causal=True, heads=4, heads_k=2),
+    fixed(1, 150, 130, headdim=192, heads=4, heads_k=2),
+    packed((64, 70), (130, 70), headdim=256, causal=True, heads=4, heads_k=1),
 ]
 
 
@@ -26,9 +27,10 @@ def test_sanitized_bf16(problem):
     check_problem(problem, inputs, attend(problem, inputs, deterministic=True))
 
 
-def test_sanitized_bf16_special_values():
+@pytest.mark.parametrize("headdim", [64, 256])
+def test_sanitized_bf16_special_values(headdim):
     """NaN and Inf send tiles through the kernels' second way."""
-    problem = fixed(1, 140, headdim=64, causal=True)
+    problem = fixed(1, 140, headdim=headdim, causal=True)
     inputs = make_inputs(problem, "cuda", DTYPE)
     inputs.v[0, 100, 0, 3] = float("nan")
     inputs.q[0, 50, 1, 0] = float("inf")
