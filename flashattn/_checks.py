@@ -72,8 +72,9 @@ def _bound(bound: int | None, window_size: Sequence[int | None]) -> int:
 
 
 def scale(softmax_scale: float) -> float:
-    if isinstance(softmax_scale, Tensor):
-        raise TypeError("softmax_scale: needs a Python number or None, got a tensor")
+    if isinstance(softmax_scale, (Tensor, str, bytes, list, tuple)):
+        kind = type(softmax_scale).__name__
+        raise TypeError(f"softmax_scale: needs a Python number or None, got a {kind}")
     return softmax_scale
 
 

@@ -133,6 +133,8 @@ def test_bad_dropout(dropout_p, inputs, pieces):
 def test_bad_numbers(inputs, pieces):
     with raises(TypeError, "softmax_scale"):
         call(inputs, softmax_scale=torch.tensor(1.0))
+    with raises(TypeError, "softmax_scale"):
+        call(inputs, softmax_scale="1")
     with raises(ValueError, "softcap"):
         call(inputs, softcap=-1.0)
     with raises(ValueError, "softcap"):
