@@ -19,11 +19,14 @@ from flashattn import _ops, _plan
 MAX_HEADDIM = 256
 MAX_WINDOW = 2**30  # csrc/common/mask.h keeps bounds below this; no sequence is longer
 _WHOLE_NUMBERS = (int, torch.SymInt, numbers.Integral)
+_NO_NUMBERS = (Tensor, str, bytes, list, tuple, complex, type)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def later_options(dropout_p: float, softcap: float, **tensors: Tensor | None) -> None:
     """Refuses options of the contract that no kernel has yet."""
+    _real("dropout_p", dropout_p)
+    _real("softcap", softcap)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: needs 0 <= dropout_p < 1, got {dropout_p}")
     if dropout_p > 0.0:
@@ -72,10 +75,14 @@ def _bound(bound: int | None, window_size: Sequence[int | None]) -> int:
 
 
 def scale(softmax_scale: float) -> float:
-    if isinstance(softmax_scale, (Tensor, str, bytes, list, tuple)):
-        kind = type(softmax_scale).__name__
-        raise TypeError(f"softmax_scale: needs a Python number or None, got a {kind}")
-    return softmax_scale
+    return _real("softmax_scale", softmax_scale)
+
+
+def _real(name: str, value: float) -> float:
+    if isinstance(value, _NO_NUMBERS):
+        kind = type(value).__name__
+        raise TypeError(f"{name}: needs a real Python number, got a {kind}")
+    return value
 
 
 def fixed(q: Tensor, k: Tensor, v: Tensor) -> int:

@@ -63,6 +63,8 @@ def attention(
     memory B * H * Sq * Sk * D; None does so when q, k or v are not finite. Set it to True where
     the gradient that comes in is not finite.
     """
+    if not softcap >= 0.0:
+        raise ValueError(f"softcap: needs 0 (off) or a positive number, got {softcap}")
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     if isolate_pairs is None:

@@ -187,3 +187,10 @@ def test_nonfinite_values_stay_with_their_rows():
     assert torch.equal(out[:, :4], wanted[:, :4])
     assert out[0, 4, 0].isnan().tolist() == [False, False, True, False]
     assert out[0, 5].isnan().any()
+
+
+@pytest.mark.parametrize("softcap", [-1.0, float("nan")])
+def test_bad_softcap(softcap):
+    q = torch.randn(1, 3, 1, 8)
+    with pytest.raises(ValueError, match="softcap"):
+        reference.attention(q, q, q, softcap=softcap)

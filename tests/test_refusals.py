@@ -133,8 +133,10 @@ def test_bad_dropout(dropout_p, inputs, pieces):
 def test_bad_numbers(inputs, pieces):
     with raises(TypeError, "softmax_scale"):
         call(inputs, softmax_scale=torch.tensor(1.0))
-    with raises(TypeError, "softmax_scale"):
-        call(inputs, softmax_scale="1")
+    for name in ("softmax_scale", "dropout_p", "softcap"):
+        for value in ("1", 1 + 0j, float):
+            with raises(TypeError, name):
+                call(inputs, **{name: value})
     with raises(ValueError, "softcap"):
         call(inputs, softcap=-1.0)
     with raises(ValueError, "softcap"):
