@@ -19,7 +19,7 @@ from flashattn import _ops, _plan
 MAX_HEADDIM = 256
 MAX_WINDOW = 2**30  # csrc/common/mask.h keeps bounds below this; no sequence is longer
 _WHOLE_NUMBERS = (int, torch.SymInt, numbers.Integral)
-_NO_NUMBERS = (Tensor, str, bytes, list, tuple, complex, type)
+_REAL_NUMBERS = (float, torch.SymFloat, numbers.Real, *_WHOLE_NUMBERS)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -79,7 +79,7 @@ def scale(softmax_scale: float) -> float:
 
 
 def _real(name: str, value: float) -> float:
-    if isinstance(value, _NO_NUMBERS):
+    if not isinstance(value, _REAL_NUMBERS):
         kind = type(value).__name__
         raise TypeError(f"{name}: needs a real Python number, got a {kind}")
     return value

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import attend, call, fixed, make_inputs, packed
+from cases import attend, call, fixed, make_inputs, packed, wide_rows
 from tolerance import check_problem, same_bits, same_result
 
 import flashattn
@@ -21,13 +21,6 @@ def every_second_row(x):
     doubled = torch.full((*x.shape[:-3], 2 * x.shape[-3], *x.shape[-2:]), 7.0).to(x)
     doubled[..., ::2, :, :] = x
     return doubled[..., ::2, :, :]
-
-
-def wide_rows(x):
-    """Row stride not a multiple of 16 bytes."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan")).to(x)
-    wide[..., :-3] = x
-    return wide[..., :-3]
 
 
 def odd_address(x):

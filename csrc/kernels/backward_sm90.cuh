@@ -29,7 +29,6 @@ struct BackwardSm90 : BackwardSm90Math<kType, kHeadDim, kHeadDimV> {
   using typename Base::Copies, typename Base::DqSums, typename Base::Helpers;
   using typename Base::E, typename Base::Shared;
 
-  static constexpr int kMathThreads = 256;
   // Of a thread: two computing warpgroups, dQ, copies; 512 in all.
   static constexpr int kDqRegisters = Base::kTile.dq_columns == 64 ? 72 : 56, kCopyRegisters = 24;
   static constexpr int kMathRegisters = (512 - kDqRegisters - kCopyRegisters) / 2;
@@ -39,7 +38,7 @@ struct BackwardSm90 : BackwardSm90Math<kType, kHeadDim, kHeadDimV> {
                                                       const Shared& shared) {
     if (*static_cast<const volatile int*>(&shared.special) == 0) return;
     BackwardWork work(params, kBlockM, kBlockN);
-    SpecialThreads team{static_cast<int>(threadIdx.x), kMathThreads, kStored};
+    SpecialThreads team{static_cast<int>(threadIdx.x), kBackwardSm90MathThreads, kStored};
     BackwardSpecials<E, kBlockM, kBlockN, kHeadDim>{work, team}.store();
   }
 

@@ -19,6 +19,8 @@ struct BackwardSm90Params {
   BackwardParams backward;
 };
 
+constexpr int kBackwardSm90MathThreads = 256;  // that compute
+
 // Barriers are named after the event that completes a phase. What has landed of a block that is
 // partial is full once the helpers are done with it.
 template <class TileQ, class TileDo, class TileK, class TileV, class TileDs, int kStages>
@@ -39,11 +41,10 @@ struct BackwardSm90Shared {
 
   // By one thread. `ds_writers`: warps that write dS, of the eight that compute.
   __device__ __forceinline__ void init(int ds_writers = 8) {
-    constexpr int kMathThreads = 256;
     init(k_full, 1), init(k_landed, 1), init(v_full, 1);
     for (int i = 0; i < kStages; ++i) {
-      init(q_full[i], 1), init(q_landed[i], 1), init(q_empty[i], kMathThreads);
-      init(dout_full[i], 1), init(dout_landed[i], 1), init(dout_empty[i], kMathThreads);
+      init(q_full[i], 1), init(q_landed[i], 1), init(q_empty[i], kBackwardSm90MathThreads);
+      init(dout_full[i], 1), init(dout_landed[i], 1), init(dout_empty[i], kBackwardSm90MathThreads);
     }
     for (int i = 0; i < 2; ++i) init(ds_full[i], ds_writers), init(ds_empty[i], 4);
     special = 0;

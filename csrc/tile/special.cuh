@@ -24,10 +24,21 @@ __device__ __forceinline__ uint32_t special_bits<__half>(uint32_t pair) {
   return ((pair & 0x7fff7fff) + 0x04000400) & 0x80008000;
 }
 
+// Of 16 bytes: those of their pairs together.
+template <class E>
+__device__ __forceinline__ uint32_t special_bits(const uint4& x) {
+  return special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) | special_bits<E>(x.w);
+}
+
 template <class E>
 __device__ __forceinline__ uint32_t without_special(uint32_t pair) {
   uint32_t bits = special_bits<E>(pair);
   return pair & ~(bits & 0x8000 ? 0xffffu : 0u) & ~(bits & 0x80000000 ? 0xffff0000u : 0u);
+}
+template <class E>
+__device__ __forceinline__ uint4 without_special(const uint4& x) {
+  return make_uint4(without_special<E>(x.x), without_special<E>(x.y), without_special<E>(x.z),
+                    without_special<E>(x.w));
 }
 
 // Zeroes the special values that this thread copied; returns whether there was one. Looks at all of
@@ -40,18 +51,13 @@ __device__ __forceinline__ bool zero_specials(uint32_t tile) {
   for (int i = 0; i < chunks.kRows; ++i)
 #pragma unroll
     for (int slab = 0; slab < chunks.kSlabs; ++slab) {
-      uint4 x = ptx::load_shared_v4(tile + chunks.offset(i, slab));
-      bits |=
-          special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) | special_bits<E>(x.w);
+      bits |= special_bits<E>(ptx::load_shared_v4(tile + chunks.offset(i, slab)));
     }
   if (bits == 0) return false;
 #pragma unroll 1
   for (int i = 0; i < chunks.kRows * chunks.kSlabs; ++i) {
     uint32_t address = tile + chunks.offset(i / chunks.kSlabs, i % chunks.kSlabs);
-    uint4 x = ptx::load_shared_v4(address);
-    x = make_uint4(without_special<E>(x.x), without_special<E>(x.y), without_special<E>(x.z),
-                   without_special<E>(x.w));
-    ptx::store_shared_v4(address, x);
+    ptx::store_shared_v4(address, without_special<E>(ptx::load_shared_v4(address)));
   }
   return true;
 }
@@ -71,16 +77,13 @@ __device__ __forceinline__ bool zero_specials_below(uint32_t tile, int rows, int
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       int chunk = first + i * threads;
-      uint4 x = ptx::load_shared_v4(tile + 16 * (chunk < kChunks ? chunk : first));
-      bits |=
-          special_bits<E>(x.x) | special_bits<E>(x.y) | special_bits<E>(x.z) | special_bits<E>(x.w);
+      bits |= special_bits<E>(ptx::load_shared_v4(tile + 16 * (chunk < kChunks ? chunk : first)));
     }
     if (bits == 0) continue;
 #pragma unroll 1
     for (int chunk = first; chunk < min(first + kAtOnce * threads, kChunks); chunk += threads) {
       uint4 x = ptx::load_shared_v4(tile + 16 * chunk);
-      uint4 kept = make_uint4(without_special<E>(x.x), without_special<E>(x.y),
-                              without_special<E>(x.z), without_special<E>(x.w));
+      uint4 kept = without_special<E>(x);
       if (kept.x == x.x && kept.y == x.y && kept.z == x.z && kept.w == x.w) continue;
       ptx::store_shared_v4(tile + 16 * chunk, kept);
       found |= chunk / 8 % Tile::kRows < rows;

@@ -332,40 +332,18 @@ def row_products(out: Tensor, dout: Tensor) -> Tensor:
     return delta
 
 
-def grad_kv(q, k, v, dout, lse, delta, softmax_scale, causal, tile=None) -> tuple[Tensor, Tensor]:
-    batch, seqlen_k, heads, headdim = k.shape
-    tile = tile or tile_of("dkdv", headdim)
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    dkdv_kernel[(triton.cdiv(seqlen_k, tile.block_n), batch * heads)](
-        descriptor(q, tile.block_m),
-        descriptor(k, tile.block_n),
-        descriptor(v, tile.block_n),
-        descriptor(dout, tile.block_m),
-        descriptor(dk, tile.block_n),
-        descriptor(dv, tile.block_n),
-        lse,
-        delta,
-        heads,
-        q.shape[1],
-        seqlen_k,
-        softmax_scale,
-        CAUSAL=causal,
-        HEADDIM=headdim,
-        **tile.launch_options,
-    )
-    return dk, dv
-
-
-def grad_q(q, k, v, dout, lse, delta, softmax_scale, causal, tile=None) -> Tensor:
+def gradients(
+    kernel, of, rows, q, k, v, dout, lse, delta, softmax_scale, causal, tile
+) -> tuple[Tensor, ...]:
+    """Those of `of`, whose kernel keeps blocks of `rows` rows of them while the others pass by."""
     batch, seqlen_q, heads, headdim = q.shape
-    tile = tile or tile_of("dq", headdim)
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dq_kernel[(triton.cdiv(seqlen_q, tile.block_m), batch * heads)](
+    results = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in of)
+    kernel[(triton.cdiv(of[0].shape[1], rows), batch * heads)](
         descriptor(q, tile.block_m),
         descriptor(k, tile.block_n),
         descriptor(v, tile.block_n),
         descriptor(dout, tile.block_m),
-        descriptor(dq, tile.block_m),
+        *(descriptor(x, rows) for x in results),
         lse,
         delta,
         heads,
@@ -376,7 +354,19 @@ def grad_q(q, k, v, dout, lse, delta, softmax_scale, causal, tile=None) -> Tenso
         HEADDIM=headdim,
         **tile.launch_options,
     )
-    return dq
+    return results
+
+
+def grad_kv(q, k, v, dout, lse, delta, softmax_scale, causal, tile=None) -> tuple[Tensor, ...]:
+    tile = tile or tile_of("dkdv", k.shape[-1])
+    inputs = (q, k, v, dout, lse, delta, softmax_scale, causal)
+    return gradients(dkdv_kernel, (k, v), tile.block_n, *inputs, tile)
+
+
+def grad_q(q, k, v, dout, lse, delta, softmax_scale, causal, tile=None) -> Tensor:
+    tile = tile or tile_of("dq", q.shape[-1])
+    inputs = (q, k, v, dout, lse, delta, softmax_scale, causal)
+    return gradients(dq_kernel, (q,), tile.block_m, *inputs, tile)[0]
 
 
 class TritonAttention(torch.autograd.Function):
