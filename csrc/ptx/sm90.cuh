@@ -84,6 +84,23 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t shared, const uint32_
       : "memory");
 }
 
+// Of two pairs of 16-bit elements the greater magnitudes: NaN where one is, with signs that mean
+// nothing. PTX ISA: max, xorsign.abs.
+template <class Element>
+__device__ __forceinline__ uint32_t max_magnitudes(uint32_t a, uint32_t b);
+template <>
+__device__ __forceinline__ uint32_t max_magnitudes<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  uint32_t max;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(max) : "r"(a), "r"(b));
+  return max;
+}
+template <>
+__device__ __forceinline__ uint32_t max_magnitudes<__half>(uint32_t a, uint32_t b) {
+  uint32_t max;
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(max) : "r"(a), "r"(b));
+  return max;
+}
+
 // The registers of each thread of a warpgroup. PTX ISA: Miscellaneous, setmaxnreg.
 template <int kRegisters>
 __device__ __forceinline__ void decrease_registers() {

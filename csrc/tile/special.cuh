@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/mask.h"
+#include "ptx/sm90.cuh"
 #include "tile/copy.cuh"
 
 namespace flashattn::tile {
@@ -62,32 +63,38 @@ __device__ __forceinline__ bool zero_specials(uint32_t tile) {
   return true;
 }
 
+// Whether one of `threads` threads finds a NaN or Inf in its share of a whole tile. Kernels wait
+// for the answer: one instruction a pair, and no branch that later loads would have to wait for.
+template <class E, class Tile>
+__device__ __forceinline__ bool any_special(uint32_t tile, int thread, int threads) {
+  constexpr int kChunks = Tile::kBytes / 16;
+  uint4 max = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int first = 0; first < kChunks; first += threads) {
+    int chunk = first + thread;
+    bool inside = first + threads <= kChunks || chunk < kChunks;
+    uint4 x = ptx::load_shared_v4(tile + 16 * (inside ? chunk : thread));
+    max = make_uint4(ptx::max_magnitudes<E>(max.x, x.x), ptx::max_magnitudes<E>(max.y, x.y),
+                     ptx::max_magnitudes<E>(max.z, x.z), ptx::max_magnitudes<E>(max.w, x.w));
+  }
+  return special_bits<E>(max) != 0;
+}
+
 // Zeroes the special values of a whole tile whose slabs are 64 columns wide; returns whether this
-// thread, one of `threads`, found one in the first `rows` rows. Looks at several chunks before it
-// branches, as above.
+// thread, one of `threads`, found one in the first `rows` rows.
 template <class E, class Tile>
 __device__ __forceinline__ bool zero_specials_below(uint32_t tile, int rows, int thread,
                                                     int threads) {
   static_assert(Tile::kSlabCols == 64, "8 chunks of 16 bytes a row");
-  constexpr int kChunks = Tile::kBytes / 16, kAtOnce = 4;
+  if (!any_special<E, Tile>(tile, thread, threads)) return false;
   bool found = false;
 #pragma unroll 1
-  for (int first = thread; first < kChunks; first += kAtOnce * threads) {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      int chunk = first + i * threads;
-      bits |= special_bits<E>(ptx::load_shared_v4(tile + 16 * (chunk < kChunks ? chunk : first)));
-    }
-    if (bits == 0) continue;
-#pragma unroll 1
-    for (int chunk = first; chunk < min(first + kAtOnce * threads, kChunks); chunk += threads) {
-      uint4 x = ptx::load_shared_v4(tile + 16 * chunk);
-      uint4 kept = without_special<E>(x);
-      if (kept.x == x.x && kept.y == x.y && kept.z == x.z && kept.w == x.w) continue;
-      ptx::store_shared_v4(tile + 16 * chunk, kept);
-      found |= chunk / 8 % Tile::kRows < rows;
-    }
+  for (int chunk = thread; chunk < Tile::kBytes / 16; chunk += threads) {
+    uint4 x = ptx::load_shared_v4(tile + 16 * chunk);
+    uint4 kept = without_special<E>(x);
+    if (kept.x == x.x && kept.y == x.y && kept.z == x.z && kept.w == x.w) continue;
+    ptx::store_shared_v4(tile + 16 * chunk, kept);
+    found |= chunk / 8 % Tile::kRows < rows;
   }
   return found;
 }
