@@ -256,6 +256,7 @@ class ForwardSm90Consumer {
       block = own_.end - 1;
       start_values(out, p, last);
       start_scores(scores);
+      release_unread();
       finish_rows(softmax, factor);
       ptx::wgmma_wait<1>();
       finish_tile(out, factor, last);
@@ -290,9 +291,35 @@ class ForwardSm90Consumer {
     skip(trailing);
     next_work();
     if (leading_ == kNone || own_.empty() || trailing + leading_ > kSkippable) return false;
-    skip(leading_);
+    skip_leading();
     wait_queries();
     return true;
+  }
+
+  // Of a chained tile, whose blocks all fit in the rings.
+  __device__ __forceinline__ void skip_leading() {
+    const ForwardParams& forward = params_.forward;
+    if (Config::kUnread && forward.k.aligned16 && forward.v.aligned16) {
+      place_.count += leading_;
+    } else {
+      skip(leading_);
+      leading_ = 0;
+    }
+  }
+
+  // Releases the blocks that skip_leading() went past without waiting for them. The block of K at
+  // place_ is full, and one warp asks for K and V in order: so the slots of those before it have
+  // been free since their last use, and this counts as a release after the present one. Without
+  // branches: products are under way.
+  __device__ __forceinline__ void release_unread() const {
+    if constexpr (Config::kUnread) {
+#pragma unroll
+      for (int i = 1; i < Config::kTile.stages; ++i) {
+        Place unread{place_.count - i};
+        unread.release(shared_.k_empty, i <= leading_);
+        unread.release(shared_.v_empty, i <= leading_);
+      }
+    }
   }
 
   __device__ __forceinline__ void wait_queries() const {

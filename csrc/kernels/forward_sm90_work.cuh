@@ -151,8 +151,8 @@ struct RingPlace {
     ptx::mbarrier_wait(ptx::shared_address(&empty[slot()]), parity() ^ 1);
   }
   // One arrival for the warp.
-  __device__ __forceinline__ void release(uint64_t (&empty)[kSlots]) const {
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty[slot()]));
+  __device__ __forceinline__ void release(uint64_t (&empty)[kSlots], bool wanted = true) const {
+    if (wanted && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty[slot()]));
   }
 };
 
@@ -168,6 +168,9 @@ struct ForwardSm90Config {
   static constexpr int kRegisters = kWarpgroups == 2 ? 232 : 160;
   static constexpr int kLoaderRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kHelperWarps = 2;
+  // Whether blocks that a warpgroup does not see are released unread (see release_unread()): where
+  // tiles have more queries than blocks have keys, and registers are left.
+  static constexpr bool kUnread = kWarpgroups == 3;
 
   using E = tile::Element<kType>;
   using TileQ = tile::SmemTile<kBlockM, round_up_64(kHeadDim)>;
