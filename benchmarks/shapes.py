@@ -100,6 +100,16 @@ PRESETS = {
         ("fwd", "bwd"),
         "headdim 192 for q and k, 128 for v",
     ),
+    "triton": Preset(
+        tuple(
+            Cell(TOKENS // seqlen, seqlen, WIDTH // headdim, headdim, causal)
+            for headdim in (64, 128)
+            for causal in (False, True)
+            for seqlen in (1024, 4096, 16384)
+        ),
+        ("fwd", "bwd"),
+        "for attentions written in Triton: examples/learn, FlexAttention",
+    ),
     "packed": Preset((_packed_cell(),), ("fwd", "bwd"), "64k tokens of long-tailed documents"),
     "short": Preset(
         tuple(

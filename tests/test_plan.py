@@ -299,11 +299,13 @@ def test_who_gets_the_sm90_backward():
         plan = _plan.make_backward_plan(problem(**options), h200)
         assert plan.accum_headdim == columns  # of the kernel that is compiled for them
         assert kernel(**options) == "backward_sm90"
-        assert kernel(**options, aligned16=False) == "backward_sm80"
-        assert kernel(**options, packed=True) == "backward_sm90"
+        for others in ({"packed": True}, {"aligned16": False}):
+            assert kernel(**options, **others) == "backward_sm90"
         # The order is that of dq's sums, but which gradients are wanted must not change another.
-        assert kernel(**options, deterministic=True) == "backward_sm80"
-        assert kernel(**options, deterministic=True, need_dq=False) == "backward_sm80"
+        for need_dq in (False, True):
+            in_order = {"deterministic": True, "need_dq": need_dq}
+            assert kernel(**options, **in_order) == "backward_sm80"
+            assert kernel(**options, **in_order, batch=60) == "backward_sm90"  # whole heads
     assert kernel(seqlen_k=64) == kernel(packed=True, seqlen_k=128) == "backward_sm80"
     assert kernel(seqlen_k=65) == kernel(packed=True, seqlen_k=130) == "backward_sm90"
     assert kernel(headdim=256, seqlen_k=64) == "backward_sm80"
@@ -418,7 +420,8 @@ def test_grids_and_workspace(batch, seqlen_q, seqlen_k, is_packed, is_determinis
 
     assert forward.tiles >= worst_blocks(seqlen_q, forward.block_m) * 8
     assert 0 <= forward.grid <= forward.tiles
-    assert backward.grid >= worst_blocks(seqlen_k, backward.block_n) * 2
+    assert backward.tiles >= worst_blocks(seqlen_k, backward.block_n) * 2
+    assert min(backward.tiles, 132) <= backward.grid <= backward.tiles
 
     def grouped_rows(group):
         """Query rows of a head when each sequence starts a group."""
@@ -427,21 +430,66 @@ def test_grids_and_workspace(batch, seqlen_q, seqlen_k, is_packed, is_determinis
         return batch * -(-seqlen_q // group) * group
 
     rows = grouped_rows(16) * 8
-    sums = 4 * rows * (backward.accum_headdim if need_dq else 0)
+    sums_rows = backward.grid * 4 * -(-seqlen_q // 16) * 16 if backward.whole_heads else rows
+    sums = 4 * sums_rows * (backward.accum_headdim if need_dq else 0)
     work = backward.workspace
-    places = [work.dq_accum, work.dq_turn, work.lse_log2, work.delta, work.bytes]
+    places = [work.tiles_dealt, work.dq_turn, work.dq_accum]
+    places += [work.lse_log2, work.delta, work.bytes]
     assert places == sorted(places)
     assert all(place % 256 == 0 for place in places)
     assert backward.accum_rows == grouped_rows(16)
-    assert work.dq_turn - work.dq_accum >= sums
+    assert work.lse_log2 - work.dq_accum >= sums
     assert work.delta - work.lse_log2 >= 4 * rows
     assert work.bytes - work.delta >= 4 * rows
-    assert work.zeroed_bytes == work.lse_log2
-    if is_deterministic and need_dq:
+    assert work.zeroed_bytes == (work.dq_accum if backward.whole_heads else work.lse_log2)
+    if is_deterministic and need_dq and not backward.whole_heads:
         turns = worst_blocks(seqlen_q, backward.block_m) * 8
-        assert work.lse_log2 - work.dq_turn >= 4 * turns
+        assert work.dq_accum - work.dq_turn >= 4 * turns
     tails = 2 * backward.block_m
-    assert work.bytes <= sums + 4 * (3 * rows + tails) + 4 * 9 * (batch + 3) * 8 + 5 * 256
+    assert work.bytes <= sums + 4 * (3 * rows + tails) + 4 * 9 * (batch + 3) * 8 + 6 * 256
+
+
+def test_whole_heads():
+    """Where heads fill the GPU and their sums L2, a CTA takes whole ones: dq's sums are its own and
+    not zeroed. Every query must see a key, as none else writes its gradient."""
+    device = _plan.device_by_name("h200")
+    short = {"batch": 32, "heads_q": 32, "heads_k": 32, "seqlen_q": 500, "seqlen_k": 512}
+    short |= {"headdim": 64, "headdim_v": 64, "window_right": 0}
+
+    def plan(**changes):
+        return _plan.make_backward_plan(problem(**short | changes), device)
+
+    some = plan()
+    assert some.whole_heads
+    assert some.grid == 132
+    assert some.tiles == 32 * 32 * 4
+    work, sums = some.workspace, 4 * 132 * 512 * 64
+    assert 0 <= work.lse_log2 - work.dq_accum - sums < 256
+    assert work.zeroed_bytes == work.dq_accum
+    grouped = plan(heads_k=8, deterministic=True)
+    assert grouped.workspace.lse_log2 - grouped.workspace.dq_accum >= 4 * sums
+    assert plan(need_dq=False).workspace.lse_log2 == work.dq_accum
+    assert plan(batch=1, heads_q=120, heads_k=120).grid == 120
+    for changes in (
+        {"packed": True},
+        {"window_left": 100},
+        {"seqlen_k": 499},
+        {"batch": 1},
+        {"batch": 5},  # 160 heads: two rounds for 132 SMs
+        {"seqlen_q": 4096, "seqlen_k": 4096},
+    ):
+        assert not plan(**changes).whole_heads, changes
+    # In a fixed order the other way is a slower kernel.
+    for changes, is_whole in (
+        ({"batch": 5}, True),
+        ({"seqlen_q": 4096, "seqlen_k": 4096}, True),
+        ({"batch": 1}, False),
+        ({"packed": True}, False),
+        ({"seqlen_k": 499}, False),
+    ):
+        ordered = plan(**changes, deterministic=True)
+        assert ordered.whole_heads == is_whole, changes
+        assert ordered.kernel == ("backward_sm90" if is_whole else "backward_sm80")
 
 
 def test_packed_turns_do_not_collide():

@@ -82,6 +82,16 @@ struct ForwardSchedule {
   bool rotated = false;    // likewise
 };
 
+// How the CTAs of a backward for sm_90a take its tiles: as they come. With `whole_heads` a CTA
+// takes all tiles of a KV head: it then sums dq by itself, in its own part of the workspace, and
+// rounds it.
+struct BackwardSchedule {
+  int64_t ctas = 0;
+  uint32_t tiles = 0;  // of a head one after the other, from the first keys; packed: some are empty
+  uint32_t together = 1;  // that a CTA takes at a time
+  bool whole_heads = false;
+};
+
 struct BackwardParams {
   ProblemShape shape;
   ConstTensor q, k, v;       // as in ForwardParams
@@ -94,11 +104,14 @@ struct BackwardParams {
   // SeqLens::grouped_begin(b) + r.
   int64_t accum_rows = 0;
   float* dq_accum = nullptr;      // (heads_q, accum_rows, headdim rounded up to the tile's), zeroed
-                                  // before; in the order of tile/dq_accum.cuh
+                                  // before; in the order of tile/dq_accum.cuh. whole_heads: (CTAs,
+                                  // heads of a group, rows of a sequence, ...), not zeroed
   float* lse_log2 = nullptr;      // (heads_q, accum_rows): tile::LseLog2; +inf: a row sees nothing
   float* delta = nullptr;         // (heads_q, accum_rows): <dout, out> - dlse
   int32_t* dq_turn = nullptr;     // deterministic only, zeroed: (heads_q, dq_turns_per_head, warps)
   int64_t dq_turns_per_head = 0;  // blocks of block_m rows, grouped likewise
+  BackwardSchedule schedule;      // kBackwardSm90
+  uint32_t* tiles_dealt = nullptr;  // kBackwardSm90, zeroed: how many of them
 };
 
 }  // namespace flashattn

@@ -74,7 +74,7 @@ void backward_cuda(const Plan& plan, const BackwardParams& params, void* stream)
   } else {
     launchers[index](params, plan.smem, stream);
   }
-  if (params.dq.data != nullptr) {
+  if (params.dq.data != nullptr && !params.schedule.whole_heads) {
     run_backward_postprocess<kType>(params, plan.accum_headdim, stream);
   }
 }
@@ -116,6 +116,8 @@ void place_workspace(const Plan& plan, BackwardParams& params, void* workspace) 
     params.dq_turn = reinterpret_cast<int32_t*>(base + plan.workspace.dq_turn);
     params.dq_turns_per_head = plan.dq_turns_per_head;
   }
+  params.schedule = plan.backward_schedule;
+  params.tiles_dealt = reinterpret_cast<uint32_t*>(base + plan.workspace.tiles_dealt);
   params.lse_log2 = reinterpret_cast<float*>(base + plan.workspace.lse_log2);
   params.delta = reinterpret_cast<float*>(base + plan.workspace.delta);
 }

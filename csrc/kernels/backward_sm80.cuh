@@ -145,8 +145,8 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
       turn.wait(work.keys.block - first);
     }
     tile::add_dq<kHeadDim, kDqWarpsD>(
-        work.dq_sums(step.head, kHeadDim) + int64_t{step.first_row()} * kHeadDim, roles.dq_row,
-        work.q_rows.length - step.first_row(), roles.dq_group, dq);
+        work.dq_sums(work.params, step.head, kHeadDim) + int64_t{step.first_row()} * kHeadDim,
+        roles.dq_row, work.q_rows.length - step.first_row(), roles.dq_group, dq);
     turn.pass();
   }
 
@@ -232,7 +232,7 @@ struct BackwardSm80 : BackwardSm80Work<kType, kHeadDim, kHeadDimV, kSmem> {
     }
     if (special) {
       SpecialThreads all{static_cast<int>(threadIdx.x), kThreads, 0};
-      BackwardSpecials<E, kBlockM, kBlockN, kHeadDim>{work, all}.store();
+      BackwardSpecials<E, kBlockM, kBlockN, kHeadDim>{work, all}.store(params.dq_accum != nullptr);
     }
   }
 };

@@ -104,7 +104,10 @@ struct BackwardSm80Work {
     uint32_t smem;
 
     __device__ __forceinline__ Work(const BackwardParams& p, uint32_t shared_memory)
-        : BackwardWork(p, kBlockM, kBlockN), smem(shared_memory) {}
+        : BackwardWork(
+              p, tile::tile_of_cta(p.shape.seqlens_k, p.shape.batch, p.shape.heads_k, kBlockN),
+              kBlockM, kBlockN),
+          smem(shared_memory) {}
   };
 
   struct Step : BackwardStep {
@@ -156,7 +159,7 @@ struct BackwardSm80Work {
         const float* stats = i < kBlockM ? params.lse_log2 : params.delta;
         int row = step.first_row() + i % kBlockM;
         bool valid = row < work.q_rows.length;
-        int64_t offset = work.sums_row(step.head) + (valid ? row : 0);
+        int64_t offset = work.stats_row(work.params, step.head) + (valid ? row : 0);
         ptx::cp_async_4(step.stats(work) + i * 4, stats + offset, valid);
       }
     }

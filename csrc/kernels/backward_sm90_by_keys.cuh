@@ -2,140 +2,179 @@
 // registers as operands. Where dK and dV leave few registers, a block's queries are taken in parts.
 //
 // A step, of one part:  S(j) done | P | start dP(j), dV(j) | dP done | dS | dV done | dS to shared
-// memory | start dK(j), S(j+1) | dK done.
+// memory | start dK(j), S(j+1) | dK done.  Where there is room for the next tile's keys, S(j+1)
+// after a tile's last step is the next tile's first, and runs while the gradients of this one are
+// stored.
 #pragma once
 
 #include "kernels/backward_sm90_parts.cuh"
 
 namespace flashattn {
 
-template <DType kType, int kHeadDim, int kHeadDimV>
-struct BackwardSm90ByKeys : BackwardSm90Parts<kType, kHeadDim, kHeadDimV> {
-  using Base = BackwardSm90Parts<kType, kHeadDim, kHeadDimV>;
-  using Base::address, Base::wait, Base::arrive, Base::arrive_all;
-  using Base::kBlockM, Base::kBlockN, Base::kQueries, Base::kStages;
+template <DType kType, int kHeadDim, int kHeadDimV, bool kWhole>
+struct BackwardSm90ByKeys : BackwardSm90Parts<kType, kHeadDim, kHeadDimV, kWhole> {
+  using Base = BackwardSm90Parts<kType, kHeadDim, kHeadDimV, kWhole>;
+  using Base::address;
+  using Base::kBlockM, Base::kBlockN, Base::kQueries, Base::kTiles;
   using typename Base::E, typename Base::Packed, typename Base::Scores, typename Base::ScoreWarp;
-  using typename Base::Shared;
+  using typename Base::Shared, typename Base::StepPlace, typename Base::Tiles;
   using typename Base::TileDo, typename Base::TileK, typename Base::TileQ, typename Base::TileV;
-  template <int kSlots>
-  using Place = typename Base::template Place<kSlots>;
 
   using GradientK = tile::Accumulator<16, kHeadDim>;
   using GradientV = tile::Accumulator<16, kHeadDimV>;
 
-  struct Math {
-    Shared& shared;
-    const BackwardWork& work;
-    ScoreWarp warp;
+  struct Math : ScoreWarp {
+    using ScoreWarp::hide, ScoreWarp::partial;
+    using ScoreWarp::params, ScoreWarp::shared, ScoreWarp::step, ScoreWarp::tiles;
     // Descriptors of K's first row and of the warpgroup's: the other tiles' are at constants from
     // there, which takes fewer registers than one for each.
-    uint64_t tiles, keys;
+    uint64_t descriptor, keys;
     static_assert(TileQ::kSlabBytes == TileDo::kSlabBytes && TileK::kPitch == TileV::kPitch,
                   "one descriptor serves all");
 
-    __device__ __forceinline__ Math(Shared& shared_memory, const BackwardWork& a_work)
-        : shared(shared_memory),
-          work(a_work),
-          warp(shared_memory, a_work, 16 * tile::warp_index()),
-          tiles(ptx::wgmma_descriptor(address(shared.k), TileQ::kSlabBytes)),
-          keys(ptx::wgmma_advance(tiles, tile::warp_index() / 4 * 64 * TileK::kPitch)) {}
+    __device__ __forceinline__ Math(const BackwardParams& backward, Shared& shared_memory)
+        : ScoreWarp(backward, shared_memory, 16 * tile::warp_index()),
+          descriptor(ptx::wgmma_descriptor(address(shared.k), TileQ::kSlabBytes)),
+          keys(ptx::wgmma_advance(descriptor, tile::warp_index() / 4 * 64 * TileK::kPitch)) {}
 
-    __device__ __forceinline__ uint64_t k() const { return keys; }
+    template <int kBuffer>
+    __device__ __forceinline__ uint64_t k() const {
+      return ptx::wgmma_advance(keys, kBuffer * TileK::kBytes);
+    }
+    template <int kBuffer>
     __device__ __forceinline__ uint64_t v() const {
-      return ptx::wgmma_advance(keys, static_cast<int>(shared.v - shared.k));
+      return ptx::wgmma_advance(
+          keys, static_cast<int>(shared.v[0] - shared.k[0]) + kBuffer * TileV::kBytes);
     }
-    // A slot's queries from `first` on.
-    __device__ __forceinline__ uint64_t q(int slot, int first) const {
-      return ptx::wgmma_advance(tiles, static_cast<int>(shared.q[0] - shared.k) +
-                                           slot * TileQ::kBytes + first * TileQ::kPitch);
+    // The step's queries from `first` on.
+    __device__ __forceinline__ uint64_t q(int first) const {
+      return ptx::wgmma_advance(descriptor, static_cast<int>(shared.q[0] - shared.k[0]) +
+                                                step.slot() * TileQ::kBytes +
+                                                first * TileQ::kPitch);
     }
-    __device__ __forceinline__ uint64_t dout(int slot, int first) const {
-      return ptx::wgmma_advance(tiles, static_cast<int>(shared.dout[0] - shared.k) +
-                                           slot * TileDo::kBytes + first * TileDo::kPitch);
-    }
-
-    __device__ __forceinline__ void start_s(Scores& s, int slot, int first) const {
-      tile::start_abt<E, TileK, TileQ, kHeadDim>(s, k(), q(slot, first));
-    }
-    __device__ __forceinline__ void start_dp(Scores& dp, int slot, int first) const {
-      tile::start_abt<E, TileV, TileDo, kHeadDimV>(dp, v(), dout(slot, first));
+    __device__ __forceinline__ uint64_t dout(int first) const {
+      return ptx::wgmma_advance(descriptor, static_cast<int>(shared.dout[0] - shared.k[0]) +
+                                                step.slot() * TileDo::kBytes +
+                                                first * TileDo::kPitch);
     }
 
-    // S of the part behind, if only of a block that is past the last: unused.
-    __device__ __forceinline__ void start_next_s(Scores& s, int index, int steps, int first) const {
-      if (first + kQueries < kBlockM) {
-        start_s(s, Place<kStages>(index).slot, first + kQueries);
-        return;
+    template <int kBuffer>
+    __device__ __forceinline__ void start_s(Scores& s, int first) const {
+      tile::start_abt<E, TileK, TileQ, kHeadDim>(s, k<kBuffer>(), q(first));
+    }
+    template <int kBuffer>
+    __device__ __forceinline__ void start_dp(Scores& dp, int first) const {
+      tile::start_abt<E, TileV, TileDo, kHeadDimV>(dp, v<kBuffer>(), dout(first));
+    }
+
+    // Waits for the next tile and starts S of its first step; past the last tile of what is there:
+    // unused. Returns its steps.
+    template <int kBuffer>
+    __device__ __forceinline__ int start_tile(Scores& scores) const {
+      int steps = tiles.template wait_next<kBuffer>();
+      if (steps > 0) {
+        tiles.template wait_k<kBuffer>();
+        step.wait_full(shared.q_full);
       }
-      Place<kStages> next(index + 1);
-      if (index + 1 < steps) wait(shared.q_full[next.slot], next.parity);
-      start_s(s, next.slot, 0);
+      start_s<kBuffer>(scores, 0);
+      return steps;
     }
 
-    __device__ __forceinline__ void step(int index, int steps, int block, int first, Scores& scores,
-                                         GradientK& dk, GradientV& dv) const {
-      bool last = first + kQueries == kBlockM;
+    // A part of a step, from S, which is under way, to the start of dK.
+    template <int kBuffer>
+    __device__ __forceinline__ void part(const BackwardItem& item, int block, int first,
+                                         Scores& scores, GradientK& dk, GradientV& dv) const {
       Packed packed;  // of P and dS in turn
+      bool hides = partial(item, block);
       ptx::wgmma_wait<0>();
       ptx::hold(scores[0]);
-      Place<kStages> place(index);
-      int slot = place.slot;
-      warp.probabilities(block, first, slot, scores);
+      this->probabilities(first, scores);
+      if (hides) hide(item, block, first, scores);
       tile::pack_accumulator<E>(packed, scores);
-      if (first == 0) wait(shared.dout_full[slot], place.parity);
-      start_dp(scores, slot, first);
-      tile::start_ab<E, TileDo>(dv, packed, dout(slot, first));
+      if (first == 0) step.wait_full(shared.dout_full);
+      start_dp<kBuffer>(scores, first);
+      tile::start_ab<E, TileDo>(dv, packed, dout(first));
       ptx::wgmma_wait<1>();
       ptx::hold(scores[0]);
-      warp.score_gradients(block, first, slot, packed, scores);
+      this->score_gradients(first, packed, scores);
+      if (hides) hide(item, block, first, scores);
       ptx::hold(scores[0]);
       ptx::wgmma_wait<0>();  // dV: P's registers may take dS
       ptx::hold(scores[0]);
-      if (last) arrive_all(shared.dout_empty[slot]);
+      if (first + kQueries == kBlockM) step.release_all(shared.dout_empty);
       tile::pack_accumulator<E>(packed, scores);
-      warp.store_ds(index, first, packed);
-      tile::start_ab<E, TileQ>(dk, packed, q(slot, first));
-      start_next_s(scores, index, steps, first);
-      ptx::wgmma_wait<1>();
-      if (last) arrive_all(shared.q_empty[slot]);
+      this->store_ds(first, packed);
+      tile::start_ab<E, TileQ>(dk, packed, q(first));
     }
 
-    __device__ __forceinline__ void run(GradientK& dk, GradientV& dv) const {
-      Scores scores;  // of S and dP in turn
-      int steps = work.steps(), block = work.blocks.begin;
-      wait(shared.k_full, 0);
-      wait(shared.v_full, 0);
-      if (steps > 0) wait(shared.q_full[0], 0);
-      start_s(scores, 0, 0);
+    // The steps of a tile, from S of its first one, which is under way, to dK of its last,
+    // likewise.
+    template <int kBuffer>
+    __device__ __forceinline__ void walk(int steps, Scores& scores, GradientK& dk, GradientV& dv) {
+      const BackwardItem& item =
+          shared.item[kBuffer];  // read again in each step: registers are few
+      int block = item.blocks.begin;
+      tiles.template wait_v<kBuffer>();
 #pragma unroll 1
-      for (int index = 0; index < steps; ++index) {
-#pragma unroll 1
-        for (int first = 0; first < kBlockM; first += kQueries) {
-          step(index, steps, block, first, scores, dk, dv);
+      for (int left = steps, first = 0;;) {
+        step = step.uniform();
+        part<kBuffer>(item, block, first, scores, dk, dv);
+        first = first + kQueries == kBlockM ? 0 : first + kQueries;
+        if (first == 0) {
+          step.advance();
+          if (--left == 0) return;
+          step.wait_full(shared.q_full);
+          if (++block == item.blocks.end) block = item.blocks.begin;
         }
-        if (++block == work.blocks.end) block = work.blocks.begin;
+        start_s<kBuffer>(scores, first);
+        ptx::wgmma_wait<1>();
+        if (first == 0) step.before().release_all(shared.q_empty);
       }
-      ptx::wgmma_wait<0>();
+    }
+
+    // A tile, from S of its first step, which is under way, to that of the next tile's. Returns
+    // that one's steps.
+    template <int kBuffer>
+    __device__ __forceinline__ int compute_tile(int steps, Scores& scores) {
+      constexpr int kNext = (kBuffer + 1) % kTiles;
+      constexpr bool kAhead = kTiles > 1;  // the next tile's keys don't wait for this one
+      GradientK dk;
+      GradientV dv;
+      tile::clear(dk);
+      tile::clear(dv);
+      walk<kBuffer>(steps, scores, dk, dv);
+      StepPlace last = step.before();
+      Tiles ended = tiles;
+      ++tiles.count;
+      if constexpr (kAhead) steps = start_tile<kNext>(scores);
+      ptx::wgmma_wait<kAhead ? 1 : 0>();
+      last.release_all(shared.q_empty);
       ptx::hold(dk[0]);
       ptx::hold(dv[0]);
+      this->template end_tile<kBuffer>(ended, [&](const BackwardItem& item) {
+        tile::scale(dk, params.shape.softmax_scale);
+        this->store(item, params.dk, params.shape.headdim, dk);
+        this->store(item, params.dv, params.shape.headdim_v, dv);
+      });
+      if constexpr (!kAhead) steps = start_tile<kNext>(scores);
+      return steps;
+    }
+
+    __device__ __forceinline__ void run() {
+      Scores scores;  // of S and dP in turn
+      int steps = start_tile<0>(scores);
+#pragma unroll 1
+      while (steps > 0) {
+        steps = compute_tile<0>(steps, scores);
+        if constexpr (kTiles == 2) {
+          if (steps == 0) break;
+          steps = compute_tile<1>(steps, scores);
+        }
+      }
+      ptx::wgmma_wait<0>();
+      ptx::hold(scores[0]);
     }
   };
-
-  static __device__ __forceinline__ void compute(const BackwardParams& params, Shared& shared,
-                                                 const BackwardWork& work) {
-    GradientK dk;
-    GradientV dv;
-    tile::clear(dk);
-    tile::clear(dv);
-    Math(shared, work).run(dk, dv);
-    if (params.dk.data == nullptr) return;
-    // Made again: nothing of it is kept in registers over the walk.
-    BackwardWork ended(params, kBlockM, kBlockN);
-    int row = 16 * tile::warp_index();
-    tile::scale(dk, params.shape.softmax_scale);
-    Base::store(ended, params.dk, row, params.shape.headdim, dk);
-    Base::store(ended, params.dv, row, params.shape.headdim_v, dv);
-  }
 };
 
 }  // namespace flashattn

@@ -8,6 +8,7 @@
 #include "plan/tile_config.h"
 #include "ptx/sm90.cuh"
 #include "tile/copy.cuh"
+#include "tile/ring.cuh"
 #include "tile/smem_layout.cuh"
 #include "tile/special.cuh"
 #include "tile/tma.cuh"
@@ -20,35 +21,44 @@ struct BackwardSm90Params {
 };
 
 constexpr int kBackwardSm90MathThreads = 256;  // that compute
+constexpr int kBackwardSm90DqThreads = 128;    // that sum dQ
+constexpr int kBackwardSm90HelperThreads = 96;
 
 // Barriers are named after the event that completes a phase. What has landed of a block that is
-// partial is full once the helpers are done with it.
-template <class TileQ, class TileDo, class TileK, class TileV, class TileDs, int kStages>
+// partial is full once the helpers are done with it. Steps, and buffers of dS, are counted from the
+// CTA's first tile on.
+template <class TileQ, class TileDo, class TileK, class TileV, class TileDs, int kStages,
+          int kTiles>
 struct BackwardSm90Shared {
-  uint8_t k[TileK::kBytes], v[TileV::kBytes];
+  uint8_t k[kTiles][TileK::kBytes], v[kTiles][TileV::kBytes];
   uint8_t q[kStages][TileQ::kBytes], dout[kStages][TileDo::kBytes];
   uint8_t ds[2][TileDs::kBytes];  // [query][key]
   float lse_log2[kStages][TileQ::kRows], delta[kStages][TileQ::kRows];
-  uint64_t k_full, k_landed, v_full;
+  uint64_t tile_full[kTiles], tile_empty[kTiles];
+  uint64_t k_full[kTiles], k_landed[kTiles], v_full[kTiles], v_landed[kTiles];
   uint64_t q_full[kStages], q_landed[kStages], q_empty[kStages];
   uint64_t dout_full[kStages], dout_landed[kStages], dout_empty[kStages];
   uint64_t ds_full[2], ds_empty[2];
-  int special;  // a NaN or Inf was taken out
-
-  static __device__ __forceinline__ void init(uint64_t& barrier, int arrivals) {
-    ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
-  }
+  BackwardItem item[kTiles];
+  int steps[kTiles];         // of the tile; 0: there are no more tiles
+  uint32_t special[kTiles];  // the CTA's last tile, counted from 1, that had a NaN or Inf taken out
 
   // By one thread. `ds_writers`: warps that write dS, of the eight that compute.
-  __device__ __forceinline__ void init(int ds_writers = 8) {
-    init(k_full, 1), init(k_landed, 1), init(v_full, 1);
-    for (int i = 0; i < kStages; ++i) {
-      init(q_full[i], 1), init(q_landed[i], 1), init(q_empty[i], kBackwardSm90MathThreads);
-      init(dout_full[i], 1), init(dout_landed[i], 1), init(dout_empty[i], kBackwardSm90MathThreads);
-    }
-    for (int i = 0; i < 2; ++i) init(ds_full[i], ds_writers), init(ds_empty[i], 4);
-    special = 0;
+  __device__ __forceinline__ void init(int ds_writers = kBackwardSm90MathThreads / 32) {
+    init(tile_full, 1), init(k_full, 1), init(k_landed, 1), init(v_full, 1), init(v_landed, 1);
+    init(tile_empty,
+         kBackwardSm90MathThreads + kBackwardSm90DqThreads + kBackwardSm90HelperThreads);
+    init(q_full, 1), init(q_landed, 1), init(q_empty, kBackwardSm90MathThreads);
+    init(dout_full, 1), init(dout_landed, 1), init(dout_empty, kBackwardSm90MathThreads);
+    init(ds_full, ds_writers), init(ds_empty, kBackwardSm90DqThreads / 32);
+    for (uint32_t& tile : special) tile = 0;
     ptx::fence_mbarrier_init();
+  }
+
+ protected:
+  template <int N>
+  static __device__ __forceinline__ void init(uint64_t (&barriers)[N], int arrivals) {
+    for (uint64_t& barrier : barriers) ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
   }
 };
 
@@ -64,16 +74,18 @@ struct BackwardSm90ByProductsShared : BackwardSm90P<TileP>, Base {
   uint64_t p_full[2], p_empty[2];
 
   __device__ __forceinline__ void init() {
-    for (int i = 0; i < 2; ++i) Base::init(p_full[i], 4), Base::init(p_empty[i], 128);
+    Base::init(p_full, 4), Base::init(p_empty, 128);
     Base::init(4);
   }
 };
 
-template <DType kType, int kHeadDim, int kHeadDimV>
+// kWhole: the CTA takes whole heads.
+template <DType kType, int kHeadDim, int kHeadDimV, bool kWhole>
 struct BackwardSm90Load {
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   static constexpr Sm90BackwardTile kTile = sm90_backward_tile(kDims);
-  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
+  static constexpr int kStages = kTile.stages, kTiles = kTile.key_buffers(kWhole);
   static constexpr int kThreads = 32 * kSm90BackwardWarps;
 
   using E = tile::Element<kType>;
@@ -83,131 +95,295 @@ struct BackwardSm90Load {
   using TileDo = tile::SmemTile<kBlockM, kHeadDimV>;
   using TileP = tile::SmemTile<kBlockN, kBlockM>;
   using TileDs = tile::SmemTile<kBlockM, kBlockN>;
-  using CommonShared = BackwardSm90Shared<TileQ, TileDo, TileK, TileV, TileDs, kStages>;
+  using CommonShared = BackwardSm90Shared<TileQ, TileDo, TileK, TileV, TileDs, kStages, kTiles>;
   using Shared =
       std::conditional_t<kTile.by_products, BackwardSm90ByProductsShared<CommonShared, TileP>,
                          CommonShared>;
-  static_assert(sizeof(Shared) <= sm90_backward_smem_bytes(kDims), "the planner's figure");
+  static_assert(sizeof(Shared) <= sm90_backward_smem_bytes(kDims, kWhole), "the planner's figure");
+
+  using StepPlace = tile::RingPlace<kStages>;
+  using TilePlace = tile::RingPlace<kTiles>;
+  using ScorePlace = tile::RingPlace<2>;  // of P and dS
 
   enum NamedBarrier { kHelped = 1, kStored = 2 };
 
-  // A step's slot in a ring of kSlots, and the parity of its phase.
-  template <int kSlots>
-  struct Place {
-    int slot;
-    uint32_t parity;
-    __device__ __forceinline__ explicit Place(int index)
-        : slot(index % kSlots), parity(index / kSlots & 1) {}
-  };
-
   static __device__ __forceinline__ uint32_t address(const void* shared) {
     return ptx::shared_address(shared);
-  }
-  static __device__ __forceinline__ void wait(const uint64_t& barrier, uint32_t parity) {
-    ptx::mbarrier_wait(address(&barrier), parity);
-  }
-  // An arrival of every lane, behind what it read itself.
-  static __device__ __forceinline__ void arrive_all(const uint64_t& barrier) {
-    ptx::mbarrier_arrive(address(&barrier));
   }
   // One arrival for the warp, behind what all of its lanes wrote.
   static __device__ __forceinline__ void arrive(const uint64_t& barrier) {
     __syncwarp();
     ptx::mbarrier_arrive_elect(address(&barrier));
   }
+  static __device__ __forceinline__ void wait(const uint64_t& barrier, uint32_t parity) {
+    ptx::mbarrier_wait(address(&barrier), parity);
+  }
 
-  // One thread: starts the copies by TMA.
-  struct Copies {
-    const BackwardSm90Params& params;
+  // The CTA's tiles, one after the other, for those who work on them. Buffers are named by
+  // constants: addresses that change with the tile cost the computing warps 5 %.
+  struct Tiles {
     Shared& shared;
-    BackwardWork work;
+    uint32_t count = 0;  // tiles that are done
 
+    __device__ __forceinline__ uint32_t parity() const { return count / kTiles & 1; }
+    // Waits until there is a tile, or known that there is none; returns its steps, or 0.
+    template <int kBuffer>
+    __device__ __forceinline__ int wait_next() const {
+      wait(shared.tile_full[kBuffer], parity());
+      return __shfl_sync(~0u, shared.steps[kBuffer], 0);
+    }
+    template <int kBuffer>
+    __device__ __forceinline__ void wait_k() const {
+      wait(shared.k_full[kBuffer], parity());
+    }
+    template <int kBuffer>
+    __device__ __forceinline__ void wait_v() const {
+      wait(shared.v_full[kBuffer], parity());
+    }
+    // Whether a NaN or Inf was taken out of it; until it is released.
+    template <int kBuffer>
+    __device__ __forceinline__ bool special() const {
+      return *const_cast<volatile uint32_t*>(&shared.special[kBuffer]) == count + 1;
+    }
+    // By every lane, behind what it read itself.
+    template <int kBuffer>
+    __device__ __forceinline__ void release() const {
+      ptx::mbarrier_arrive(address(&shared.tile_empty[kBuffer]));
+    }
+  };
+
+  // Waits until there is a tile at `place`, or known that there is none; returns its steps, or 0.
+  static __device__ __forceinline__ int wait_tile(Shared& shared, TilePlace place) {
+    place.wait_full(shared.tile_full);
+    return __shfl_sync(~0u, shared.steps[place.slot()], 0);
+  }
+
+  // Whether the helpers have to do with a block of a tensor: they copy what TMA can't reach, and
+  // clean what is partial.
+  static __device__ __forceinline__ bool by_helpers(const ConstTensor& tensor, bool partial) {
+    return partial || !tensor.aligned16;
+  }
+
+  // A warp: takes pieces as they come, the first by the CTA's number, and starts the copies by TMA.
+  struct Copies {
+    const BackwardSm90Params& all;
+    Shared& shared;
+    StepPlace step;
+    TilePlace tile;
+    const BackwardParams& params = all.backward;
+
+    // Starts the copy of a block, and of `others` bytes that the caller adds.
     template <class Tile>
-    __device__ __forceinline__ void load(const CUtensorMap& map, const uint8_t* to,
-                                         const uint64_t& full, int row, int head,
-                                         const SeqLens& lens) const {
-      int batch = lens.packed() ? 0 : static_cast<int>(work.keys.batch);
-      tile::start_load<Tile, 1>(&map, address(to), address(&full), row, head, batch);
+    __device__ __forceinline__ void load(const BackwardItem& item, const ConstTensor& tensor,
+                                         const CUtensorMap& map, const uint8_t* to,
+                                         const uint64_t& full, int64_t row, int head,
+                                         const SeqLens& lens, int others = 0) const {
+      int bytes = tensor.aligned16 ? Tile::kBytes : 0;
+      ptx::mbarrier_arrive_expect(address(&full), bytes + others);
+      if (!tensor.aligned16) return;
+      int batch = lens.packed() ? 0 : static_cast<int>(item.keys.batch);
+      tile::start_load<Tile, 1>(&map, address(to), address(&full), static_cast<int>(row), head,
+                                batch);
     }
 
-    __device__ __forceinline__ void load_keys() const {
-      const SeqLens& lens = params.backward.shape.seqlens_k;
-      int row = static_cast<int>(work.keys.rows.begin) + work.first_key;
-      uint64_t& k_full = work.blocks.any_partial() ? shared.k_landed : shared.k_full;
-      ptx::mbarrier_arrive_expect(address(&k_full), TileK::kBytes);
-      load<TileK>(params.k, shared.k, k_full, row, work.keys.head, lens);
-      ptx::mbarrier_arrive_expect(address(&shared.v_full), TileV::kBytes);
-      load<TileV>(params.v, shared.v, shared.v_full, row, work.keys.head, lens);
+    __device__ __forceinline__ void load_keys(const BackwardItem& item) const {
+      const SeqLens& lens = params.shape.seqlens_k;
+      int64_t row = item.keys.rows.begin + item.first_key;
+      int slot = tile.slot();
+      bool clean_k = by_helpers(params.k, item.blocks.any_partial());
+      load<TileK>(item, params.k, all.k, shared.k[slot],
+                  clean_k ? shared.k_landed[slot] : shared.k_full[slot], row, item.keys.head, lens);
+      bool copy_v = by_helpers(params.v, false);
+      load<TileV>(item, params.v, all.v, shared.v[slot],
+                  copy_v ? shared.v_landed[slot] : shared.v_full[slot], row, item.keys.head, lens);
     }
 
     // A block of Q or dO and its row statistics.
     template <class Tile>
-    __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint8_t* to,
-                                              const float* stats_to, const float* stats,
-                                              const uint64_t& full,
-                                              const BackwardStep& step) const {
-      int row = step.block * kBlockM;
-      ptx::mbarrier_arrive_expect(address(&full), Tile::kBytes + 4 * kBlockM);
-      load<Tile>(map, to, full, static_cast<int>(work.q_rows.begin) + row, step.head,
-                 params.backward.shape.seqlens_q);
-      ptx::bulk_load(address(stats_to), stats + work.sums_row(step.head) + row, 4 * kBlockM,
+    __device__ __forceinline__ void load_rows(const BackwardItem& item, const BackwardStep& at,
+                                              const ConstTensor& tensor, const CUtensorMap& map,
+                                              const uint8_t* to, const float* stats_to,
+                                              const float* stats, const uint64_t& full) const {
+      int row = at.block * kBlockM;
+      constexpr int kStatsBytes = 4 * kBlockM;
+      load<Tile>(item, tensor, map, to, full, item.q_rows.begin + row, at.head,
+                 params.shape.seqlens_q, kStatsBytes);
+      ptx::bulk_load(address(stats_to), stats + item.stats_row(params, at.head) + row, kStatsBytes,
                      address(&full));
     }
 
-    __device__ __forceinline__ void run() const {
-      const BackwardParams& backward = params.backward;
-      load_keys();
-      BackwardStep step(work);
+    __device__ __forceinline__ void load_step(const BackwardItem& item,
+                                              const BackwardStep& at) const {
+      int slot = step.slot();
+      bool partial = item.blocks.partial(at.block);
+      bool q_landed = by_helpers(params.q, partial), dout_landed = by_helpers(params.dout, partial);
+      step.wait_empty(shared.q_empty);
+      load_rows<TileQ>(item, at, params.q, all.q, shared.q[slot], shared.lse_log2[slot],
+                       params.lse_log2, q_landed ? shared.q_landed[slot] : shared.q_full[slot]);
+      step.wait_empty(shared.dout_empty);
+      load_rows<TileDo>(item, at, params.dout, all.dout, shared.dout[slot], shared.delta[slot],
+                        params.delta,
+                        dout_landed ? shared.dout_landed[slot] : shared.dout_full[slot]);
+    }
+
+    // The piece to take next.
+    __device__ __forceinline__ uint32_t deal() const {
+      uint32_t dealt = 0;
+      if (threadIdx.x % 32 == 0) dealt = atomicAdd(params.tiles_dealt, 1);
+      return gridDim.x + __shfl_sync(~0u, dealt, 0);
+    }
+
+    // The gradients of keys that no query sees.
+    __device__ __forceinline__ void zero(const BackwardWork& work, const MutableTensor& grad,
+                                         int headdim) const {
+      int rows = min(kBlockN, work.keys.rows.length - work.first_key);
+      E* out = static_cast<E*>(grad.data) +
+               grad.stride.offset(work.keys.batch, work.keys.rows.begin + work.first_key,
+                                  work.keys.head);
 #pragma unroll 1
-      for (int left = work.steps(); left > 0; --left, step.advance(work)) {
-        Place<kStages> place(step.index);
-        int slot = place.slot;
-        bool partial = work.blocks.partial(step.block);
-        wait(shared.q_empty[slot], place.parity ^ 1);
-        load_rows<TileQ>(params.q, shared.q[slot], shared.lse_log2[slot], backward.lse_log2,
-                         partial ? shared.q_landed[slot] : shared.q_full[slot], step);
-        wait(shared.dout_empty[slot], place.parity ^ 1);
-        load_rows<TileDo>(params.dout, shared.dout[slot], shared.delta[slot], backward.delta,
-                          partial ? shared.dout_landed[slot] : shared.dout_full[slot], step);
+      for (int i = threadIdx.x % 32; i < rows * headdim; i += 32) {
+        out[i / headdim * grad.stride.row + i % headdim] = tile::from_float<E>(0.f);
       }
+    }
+
+    // By one thread, once the tile is written. 0 steps end the others' work.
+    __device__ __forceinline__ void announce(int steps) const {
+      shared.steps[tile.slot()] = steps;
+      ptx::mbarrier_arrive(address(&shared.tile_full[tile.slot()]));
+    }
+
+    // A CTA that takes whole heads has room of its own for their sums of dq.
+    __device__ __forceinline__ void own_sums(BackwardItem& item) const {
+      item.dq_rows = (item.q_rows.length + kDqRowGroup - 1) / kDqRowGroup * kDqRowGroup;
+      item.dq_begin = blockIdx.x * item.dq_rows * params.shape.heads_per_group();
+    }
+
+    // By one thread.
+    __device__ __forceinline__ void copy(const BackwardWork& work, int steps) {
+      BackwardItem& item = shared.item[tile.slot()];
+      tile.wait_empty(shared.tile_empty);
+      item = work;
+      if constexpr (kWhole) own_sums(item);
+      announce(steps);
+      load_keys(item);
+      BackwardStep at(item);
+#pragma unroll 1
+      for (; steps > 0; --steps, step.advance(), at.advance(item)) load_step(item, at);
+    }
+
+    __device__ __forceinline__ void take(const BackwardWork& work) {
+      if (work.empty()) return;
+      int steps = work.steps();
+      if (steps > 0) {
+        if (threadIdx.x % 32 == 0) copy(work, steps);
+        __syncwarp();
+        tile.advance();
+      } else if (params.dk.data != nullptr) {
+        zero(work, params.dk, params.shape.headdim);
+        zero(work, params.dv, params.shape.headdim_v);
+      }
+    }
+
+    __device__ __forceinline__ void run() {
+      uint32_t together = params.schedule.together, pieces = params.schedule.tiles / together;
+      const SeqLens& lens = params.shape.seqlens_k;
+#pragma unroll 1
+      for (uint32_t piece = blockIdx.x; piece < pieces; piece = deal()) {
+#pragma unroll 1
+        for (uint32_t i = 0; i < together; ++i) {
+          tile::TileCoord keys = tile::ordered_tile(lens, params.shape.batch, params.shape.heads_k,
+                                                    kBlockN, piece * together + i);
+          take(BackwardWork(params, keys, kBlockM, kBlockN));
+        }
+      }
+      if (threadIdx.x % 32 != 0) return;
+      tile.wait_empty(shared.tile_empty);
+      announce(0);
     }
   };
 
-  // Three warps: set apart the special values that a mask could hide (tile/special.cuh).
+  // Three warps: copy what TMA can't reach, element by element, and set apart the special values
+  // that a mask could hide (tile/special.cuh).
   struct Helpers {
-    static constexpr int kHelpers = 96;  // threads
+    static constexpr int kHelpers = kBackwardSm90HelperThreads;
 
+    const BackwardParams& params;
     Shared& shared;
-    const BackwardWork& work;
+    TilePlace tile;
+    StepPlace step;
+    uint32_t parities = 0;  // of landed phases, a bit for each buffer
+    enum FirstBit { kOfQ = 0, kOfDout = 8, kOfK = 16, kOfV = 24 };
 
-    // A block of K, Q or dO that has `landed`: once it is clean, it is there for the tensor cores.
+    // Opaque: what follows from it would take registers through the loop.
+    static __device__ __forceinline__ int thread() {
+      return static_cast<int>(ptx::opaque(threadIdx.x)) % 128 - (128 - kHelpers);
+    }
+
+    // A block that has `landed`, but for what TMA can't reach: once it is copied, and clean if it
+    // is partial, it is there for the tensor cores.
     template <class Tile>
-    __device__ __forceinline__ void clean(const uint8_t* block, const uint64_t& landed,
-                                          uint32_t parity, const uint64_t& full) const {
-      int thread = threadIdx.x % 128 - (128 - kHelpers);
-      wait(landed, parity);
-      bool special =
-          tile::zero_specials_below<E, Tile>(address(block), Tile::kRows, thread, kHelpers);
+    __device__ __forceinline__ void finish(const uint8_t* block, int bit, const uint64_t& landed,
+                                           const uint64_t& full, bool partial,
+                                           const ConstTensor& tensor, const SeqRows& rows, int head,
+                                           int headdim, int first_row) {
+      wait(landed, parities >> bit & 1);
+      parities ^= 1u << bit;
+      if (!tensor.aligned16) {
+        tile::load_tile_pairs<Tile>(
+            address(block),
+            tile::GlobalRows(tensor, shared.item[tile.slot()].keys.batch, rows, head, headdim),
+            first_row, thread(), kHelpers);
+        ptx::named_barrier_sync(kHelped, kHelpers);
+      }
+      bool special = partial && tile::zero_specials_below<E, Tile>(address(block), Tile::kRows,
+                                                                   thread(), kHelpers);
       ptx::fence_async_shared();
       special = ptx::named_barrier_or(kHelped, kHelpers, special);
-      if (thread != 0) return;
-      if (special) shared.special = 1;
+      if (thread() != 0) return;
+      if (special) shared.special[tile.slot()] = tile.count + 1;
       ptx::mbarrier_arrive(address(&full));
     }
 
-    __device__ __forceinline__ void run() const {
-      if (!work.blocks.any_partial()) return;
-      clean<TileK>(shared.k, shared.k_landed, 0, shared.k_full);
-      uint32_t landed = 0;  // the parity of the phase that lands next, a bit a slot
-      BackwardStep step(work);
+    __device__ __forceinline__ void finish_keys(const BackwardItem& item) {
+      bool partial = item.blocks.any_partial();
+      int slot = tile.slot();
+      if (by_helpers(params.k, partial)) {
+        finish<TileK>(shared.k[slot], kOfK + slot, shared.k_landed[slot], shared.k_full[slot],
+                      partial, params.k, item.keys.rows, item.keys.head, params.shape.headdim,
+                      item.first_key);
+      }
+      if (by_helpers(params.v, false)) {
+        finish<TileV>(shared.v[slot], kOfV + slot, shared.v_landed[slot], shared.v_full[slot],
+                      false, params.v, item.keys.rows, item.keys.head, params.shape.headdim_v,
+                      item.first_key);
+      }
+    }
+
+    __device__ __forceinline__ void finish_step(const BackwardItem& item, const BackwardStep& at) {
+      bool partial = item.blocks.partial(at.block);
+      int slot = step.slot(), row = at.block * kBlockM;
+      if (by_helpers(params.q, partial)) {
+        finish<TileQ>(shared.q[slot], kOfQ + slot, shared.q_landed[slot], shared.q_full[slot],
+                      partial, params.q, item.q_rows, at.head, params.shape.headdim, row);
+      }
+      if (by_helpers(params.dout, partial)) {
+        finish<TileDo>(shared.dout[slot], kOfDout + slot, shared.dout_landed[slot],
+                       shared.dout_full[slot], partial, params.dout, item.q_rows, at.head,
+                       params.shape.headdim_v, row);
+      }
+    }
+
+    __device__ __forceinline__ void run() {
 #pragma unroll 1
-      for (int left = work.steps(); left > 0; --left, step.advance(work)) {
-        if (!work.blocks.partial(step.block)) continue;
-        int slot = step.index % kStages;
-        uint32_t parity = landed >> slot & 1;
-        clean<TileQ>(shared.q[slot], shared.q_landed[slot], parity, shared.q_full[slot]);
-        clean<TileDo>(shared.dout[slot], shared.dout_landed[slot], parity, shared.dout_full[slot]);
-        landed ^= 1u << slot;
+      for (;; tile.advance()) {
+        int steps = wait_tile(shared, tile);
+        if (steps == 0) return;
+        const BackwardItem& item = shared.item[tile.slot()];
+        finish_keys(item);
+        BackwardStep at(item);
+#pragma unroll 1
+        for (; steps > 0; --steps, step.advance(), at.advance(item)) finish_step(item, at);
+        tile.release_all(shared.tile_empty);
       }
     }
   };

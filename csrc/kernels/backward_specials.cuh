@@ -24,8 +24,7 @@ struct BackwardSpecials {
   const ProblemShape& shape = params.shape;
   const tile::TileCoord& keys = work.keys;
   int rows = min(kBlockN, keys.rows.length - work.first_key);
-  int first_head = keys.head * shape.heads_per_group();
-  int end_head = first_head + shape.heads_per_group();
+  int first_head = work.first_head, end_head = first_head + shape.heads_per_group();
   tile::GlobalRows k{params.k, keys.batch, keys.rows, keys.head, shape.headdim};
 
   __device__ __forceinline__ E* gradient_row(const MutableTensor& grad, int key) const {
@@ -57,7 +56,7 @@ struct BackwardSpecials {
       for (int head = first_head; head < end_head; ++head)
 #pragma unroll 1
         for (int row = seen.begin; row < seen.end; ++row) {
-          int64_t at = work.sums_row(head) + row;
+          int64_t at = work.stats_row(params, head) + row;
           nan |= isnan(params.lse_log2[at]) || isnan(params.delta[at]);
         }
       fill_row(params.dk, key, shape.headdim, nan ? tile::kNan : 0.f);
@@ -93,20 +92,22 @@ struct BackwardSpecials {
       for (int head = first_head; head < end_head; ++head)
 #pragma unroll 1
         for (int row = seen.begin; row < seen.end; ++row) {
-          atomicAdd(work.dq_sums(head, kHeadDim) + tile::dq_accum_offset(row, col, kHeadDim),
-                    tile::kNan);
+          atomicAdd(
+              work.dq_sums(params, head, kHeadDim) + tile::dq_accum_offset(row, col, kHeadDim),
+              tile::kNan);
         }
     }
   }
 
-  __device__ __forceinline__ void store() const {
+  // `dq`: to its sums, too.
+  __device__ __forceinline__ void store(bool dq) const {
     team.sync();
     if (params.dk.data != nullptr) {
       store_keys();
       team.sync();
       add_to_dv();
     }
-    if (params.dq_accum != nullptr) add_to_dq();
+    if (dq) add_to_dq();
   }
 };
 

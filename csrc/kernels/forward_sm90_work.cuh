@@ -6,6 +6,7 @@
 #include "plan/tile_config.h"
 #include "ptx/sm90.cuh"
 #include "tile/element.cuh"
+#include "tile/ring.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/smem_layout.cuh"
 
@@ -132,30 +133,6 @@ struct ForwardSm90Shared {
   }
 };
 
-// A place in a ring of kSlots: how often it was advanced.
-template <int kSlots>
-struct RingPlace {
-  uint32_t count = 0;
-
-  __device__ __forceinline__ void advance() { ++count; }
-  __device__ __forceinline__ RingPlace before() const { return {count - 1}; }
-  __device__ __forceinline__ int slot() const { return count % kSlots; }
-  __device__ __forceinline__ uint32_t parity() const { return count / kSlots & 1; }
-
-  // For those who take: the slot was filled.
-  __device__ __forceinline__ void wait_full(uint64_t (&full)[kSlots]) const {
-    ptx::mbarrier_wait(ptx::shared_address(&full[slot()]), parity());
-  }
-  // For those who fill: the slot was released, or never used.
-  __device__ __forceinline__ void wait_empty(uint64_t (&empty)[kSlots]) const {
-    ptx::mbarrier_wait(ptx::shared_address(&empty[slot()]), parity() ^ 1);
-  }
-  // One arrival for the warp.
-  __device__ __forceinline__ void release(uint64_t (&empty)[kSlots], bool wanted = true) const {
-    if (wanted && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&empty[slot()]));
-  }
-};
-
 // Sizes and types of one kernel.
 template <DType kType_, int kHeadDim_, int kHeadDimV_>
 struct ForwardSm90Config {
@@ -179,9 +156,9 @@ struct ForwardSm90Config {
   using Shared = ForwardSm90Shared<TileQ, TileK, TileV, kTile.stages, kTile.query_stages>;
   static_assert(sizeof(Shared) <= sm90_forward_smem_bytes({kHeadDim, kHeadDimV}));
 
-  using Place = RingPlace<kTile.stages>;  // of K and V
-  using QueryPlace = RingPlace<kTile.query_stages>;
-  using WorkPlace = RingPlace<Shared::kWorks>;
+  using Place = tile::RingPlace<kTile.stages>;  // of K and V
+  using QueryPlace = tile::RingPlace<kTile.query_stages>;
+  using WorkPlace = tile::RingPlace<Shared::kWorks>;
 
   enum NamedBarrier { kHelped = 1, kQueriesPrepared = 2 };  // the latter: one a warpgroup
 };

@@ -176,6 +176,7 @@ Problem make_problem(const ProblemShape& shape, std::initializer_list<ConstTenso
   Problem problem;
   problem.dtype = shape.dtype;
   problem.packed = shape.seqlens_q.packed();
+  problem.partly_used = shape.seqlens_q.seqused != nullptr || shape.seqlens_k.seqused != nullptr;
   problem.batch = shape.batch;
   problem.seqlen_q = shape.seqlens_q.rows;
   problem.seqlen_k = shape.seqlens_k.rows;

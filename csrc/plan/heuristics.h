@@ -25,6 +25,20 @@ constexpr bool pairs_fill(int64_t pairs, int sm_count) {
   return 100 * pairs >= 85 * rounds * sm_count;
 }
 
+// sm_90a backward: whether CTAs that take all key blocks of a head, one after the other, pay. They
+// need no zeroed sums of dq, no additions by several CTAs, and no pass that rounds dq; but there
+// must be heads enough for all SMs, and the sums must stay in L2 beside what the products read.
+// Under a causal mask they are needed for half of the time. `only`: the other way is the kernel for
+// sm_80, in turns, at half of the speed.
+constexpr bool whole_heads_fill(int64_t heads, int sm_count, bool only) {
+  const int64_t rounds = (heads + sm_count - 1) / sm_count;
+  return 10 * heads >= (only ? 6 : 9) * rounds * sm_count;
+}
+constexpr bool whole_heads_fit(int64_t key_blocks, int64_t sums_bytes, bool causal) {
+  constexpr int64_t kBudget = int64_t{18} << 20;  // of 50 MB on an H100 or H200
+  return key_blocks <= 8 && (causal ? sums_bytes / 2 : sums_bytes) <= kBudget;
+}
+
 // sm_90 forward under a causal mask: how many heads take turns in the order of tiles. The longest
 // tiles of all heads would go first, but K and V of the heads under way have to stay in L2.
 constexpr int heads_sharing_l2(int64_t heads, int64_t kv_bytes_per_head) {

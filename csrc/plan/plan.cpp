@@ -19,6 +19,11 @@ int64_t count_blocks(const Problem& problem, int64_t rows, int block) {
   return problem.packed ? rows / block + problem.batch : problem.batch * ceil_div(rows, block);
 }
 
+// Keys a sequence; packed: on average.
+int64_t mean_keys(const Problem& problem) {
+  return problem.packed ? problem.seqlen_k / std::max<int64_t>(problem.batch, 1) : problem.seqlen_k;
+}
+
 // All query rows when each sequence starts a group.
 int64_t grouped_rows(const Problem& problem, int group) {
   return grouped_begin(problem.packed, problem.seqlen_q, problem.batch, problem.seqlen_q, group);
@@ -107,11 +112,36 @@ ForwardSchedule sm90_forward_schedule(const Problem& problem, const Plan& plan,
   return schedule;
 }
 
+// Floats of the sums of dq for the query heads of one KV head, in one sequence of fixed length.
+int64_t head_sums(const Problem& problem, int accum_headdim) {
+  return problem.heads_q / problem.heads_k * round_up(problem.seqlen_q, kDqRowGroup) *
+         accum_headdim;
+}
+
+// Whether each CTA of the backward for sm_90a takes whole heads. That is also the one fixed order
+// in which it can sum dq. Each query must see a key: no other writes its dq.
+bool takes_whole_heads(const Problem& problem, const Device& device) {
+  const MaskSpec& mask = problem.mask;
+  const bool each_sees_a_key = mask.left < 0 && !problem.partly_used &&
+                               (mask.right < 0 || problem.seqlen_k >= problem.seqlen_q);
+  const int64_t heads = problem.batch * problem.heads_k;
+  if (problem.packed || !each_sees_a_key ||
+      !whole_heads_fill(heads, device.sm_count, problem.deterministic)) {
+    return false;
+  }
+  const HeadDims dims = sm90_backward_dims({problem.headdim, problem.headdim_v});
+  const int64_t tiles = ceil_div(problem.seqlen_k, sm90_backward_tile(dims).block_n);
+  const int64_t sums = std::min<int64_t>(heads, device.sm_count) * head_sums(problem, dims.qk);
+  return problem.deterministic || whole_heads_fit(tiles, 4 * sums, mask.right >= 0);
+}
+
 void set_backward_tile(Plan& plan, const Problem& problem, const Device& device) {
   if (plan.kernel == Kernel::kBackwardSm90) {
     const HeadDims dims = sm90_backward_dims({problem.headdim, problem.headdim_v});
     plan.head_dims_index = head_dims_index(dims.qk, dims.v);
-    set_tile(plan, sm90_backward_tile(dims), kSm90BackwardWarps, sm90_backward_smem_bytes(dims));
+    plan.backward_schedule.whole_heads = takes_whole_heads(problem, device);
+    set_tile(plan, sm90_backward_tile(dims), kSm90BackwardWarps,
+             sm90_backward_smem_bytes(dims, plan.backward_schedule.whole_heads));
   } else {
     plan.smem = device.arch == Arch::kSm90 ? SmemClass::k227KB : SmemClass::k99KB;
     const HeadDims dims = kHeadDims[plan.head_dims_index];
@@ -120,9 +150,16 @@ void set_backward_tile(Plan& plan, const Problem& problem, const Device& device)
   }
   plan.accum_headdim = kHeadDims[plan.head_dims_index].qk;
   plan.accum_rows = grouped_rows(problem, kDqRowGroup);
-  if (problem.deterministic && problem.need_dq) {
-    plan.dq_turns_per_head = grouped_rows(problem, plan.block_m) / plan.block_m;
+}
+
+// `plan` has its tiles, and whether CTAs take whole heads.
+void set_backward_schedule(Plan& plan, const Problem& problem, const Device& device) {
+  BackwardSchedule& schedule = plan.backward_schedule;
+  schedule.tiles = static_cast<uint32_t>(plan.tiles);
+  if (schedule.whole_heads) {
+    schedule.together = static_cast<uint32_t>(ceil_div(problem.seqlen_k, plan.block_n));
   }
+  schedule.ctas = std::min<int64_t>(plan.tiles / schedule.together, device.sm_count);
 }
 
 WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
@@ -134,9 +171,14 @@ WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
     end = round_up(end + 4 * elements, kWorkspaceAlignment);
     return begin;
   };
-  workspace.dq_accum = take(problem.need_dq ? rows * plan.accum_headdim : 0);
+  workspace.tiles_dealt = take(plan.kernel == Kernel::kBackwardSm90 ? 1 : 0);
   workspace.dq_turn = take(problem.heads_q * plan.dq_turns_per_head * plan.warps);
   workspace.zeroed_bytes = end;
+  const bool whole_heads = plan.backward_schedule.whole_heads;
+  const int64_t sums =
+      whole_heads ? plan.grid * head_sums(problem, plan.accum_headdim) : rows * plan.accum_headdim;
+  workspace.dq_accum = take(problem.need_dq ? sums : 0);
+  if (!whole_heads) workspace.zeroed_bytes = end;
   workspace.lse_log2 = take(rows + plan.block_m);  // a block is read whole, past the last row
   workspace.delta = take(rows + plan.block_m);
   workspace.bytes = end;
@@ -170,14 +212,15 @@ const char* why_not_forward_sm90(const Problem& problem) {
   return whole_chunks ? nullptr : "a head dim is no multiple of 8";
 }
 
-const char* why_not_backward_sm90(const Problem& problem) {
+const char* why_not_backward_sm90(const Problem& problem, const Device& device) {
   if (const char* reason = why_not_forward_sm90(problem)) return reason;
-  if (!problem.aligned16) return "a pointer or a stride is no multiple of 16 bytes";
+  if (mean_keys(problem) <= kSm80BackwardMaxKeys) {
+    return "sequences have at most 64 keys (packed: on average)";
+  }
   // Whether dq is wanted has no say: it must not change dk.
-  if (problem.deterministic) return "dq is summed in a fixed order";
-  const int64_t keys =
-      problem.packed ? problem.seqlen_k / std::max<int64_t>(problem.batch, 1) : problem.seqlen_k;
-  if (keys <= kSm80BackwardMaxKeys) return "sequences have at most 64 keys (packed: on average)";
+  if (problem.deterministic && !takes_whole_heads(problem, device)) {
+    return "dq is summed in a fixed order, by more than one CTA a head";
+  }
   return nullptr;
 }
 
@@ -197,8 +240,10 @@ Plan make_forward_plan(const Problem& problem, const Device& device) {
   if (!plan.supported) return plan;
   plan.grid = count_blocks(problem, problem.seqlen_q, plan.block_m) * problem.heads_q;
   plan = check_grid(plan, device);
+  plan.tiles = plan.grid;
   if (plan.supported && plan.kernel == Kernel::kForwardSm90) {
     plan.schedule = sm90_forward_schedule(problem, plan, device);
+    plan.tiles = int64_t{plan.schedule.items} * plan.schedule.parts;
     plan.grid = plan.schedule.ctas;
   }
   return plan;
@@ -212,7 +257,7 @@ Plan make_backward_plan(const Problem& problem, const Device& device) {
     plan.block_m = kCpuBackwardTile.block_m;
     plan.block_n = kCpuBackwardTile.block_n;
   } else {
-    const bool sm90 = device.sm90a.backward && why_not_backward_sm90(problem) == nullptr;
+    const bool sm90 = device.sm90a.backward && why_not_backward_sm90(problem, device) == nullptr;
     plan.kernel = sm90 ? Kernel::kBackwardSm90 : Kernel::kBackwardSm80;
     if (plan.head_dims_index != kNoHeadDims) set_backward_tile(plan, problem, device);
   }
@@ -225,9 +270,19 @@ Plan make_backward_plan(const Problem& problem, const Device& device) {
         sequences_and_heads * cpu_backward_splits(sequences_and_heads, key_blocks, device.sm_count);
   } else {
     plan.grid = count_blocks(problem, problem.seqlen_k, plan.block_n) * problem.heads_k;
-    plan.workspace = make_workspace(plan, problem);
   }
-  return check_grid(plan, device);
+  plan = check_grid(plan, device);
+  plan.tiles = plan.grid;
+  if (plan.supported && plan.kernel == Kernel::kBackwardSm90) {
+    set_backward_schedule(plan, problem, device);
+    plan.grid = plan.backward_schedule.ctas;
+  }
+  if (plan.kernel == Kernel::kBackwardCpu) return plan;
+  if (plan.kernel == Kernel::kBackwardSm80 && problem.deterministic && problem.need_dq) {
+    plan.dq_turns_per_head = grouped_rows(problem, plan.block_m) / plan.block_m;
+  }
+  plan.workspace = make_workspace(plan, problem);
+  return plan;
 }
 
 }  // namespace flashattn

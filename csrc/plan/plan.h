@@ -52,6 +52,7 @@ bool kernel_image_available(std::string_view archs, int compute_capability);
 struct Problem {
   DType dtype = DType::kBFloat16;
   bool packed = false;
+  bool partly_used = false;  // seqused
   int64_t batch = 1;
   int64_t seqlen_q = 0;  // fixed: rows a sequence; packed: rows in all
   int64_t seqlen_k = 0;
@@ -80,8 +81,9 @@ const char* kernel_name(Kernel kernel);
 // Byte offsets into the one workspace buffer of the CUDA backward. What must start at zero comes
 // first: the bytes [0, zeroed_bytes).
 struct WorkspaceLayout {
-  int64_t dq_accum = 0;  // without need_dq: of size 0
-  int64_t dq_turn = 0;   // unless deterministic: of size 0
+  int64_t tiles_dealt = 0;  // kBackwardSm90 alone
+  int64_t dq_turn = 0;      // unless sm_80's is deterministic: of size 0
+  int64_t dq_accum = 0;     // without need_dq: of size 0; whole_heads: not zeroed
   int64_t lse_log2 = 0;
   int64_t delta = 0;
   int64_t zeroed_bytes = 0;
@@ -92,13 +94,15 @@ struct Plan {
   Kernel kernel = Kernel::kForwardCpu;
   int head_dims_index = 0;  // into kHeadDims (CUDA)
   int block_m = 0, block_n = 0, warps = 0, stages = 0;
-  int64_t grid = 0;                   // CTAs (CUDA), tasks (CPU)
-  int64_t smem_bytes = 0;             // a CTA
-  SmemClass smem = SmemClass::k99KB;  // which tile the backward takes
-  int accum_headdim = 0;              // columns of dq_accum
-  int64_t accum_rows = 0;             // and rows of it, lse_log2 and delta: grouped_begin()
-  int64_t dq_turns_per_head = 0;      // and blocks of block_m, each with its counter
-  ForwardSchedule schedule;           // kForwardSm90
+  int64_t tiles = 0;                   // that the grid takes
+  int64_t grid = 0;                    // CTAs (CUDA), tasks (CPU)
+  int64_t smem_bytes = 0;              // a CTA
+  SmemClass smem = SmemClass::k99KB;   // which tile the backward takes
+  int accum_headdim = 0;               // columns of dq_accum
+  int64_t accum_rows = 0;              // and rows of it, lse_log2 and delta: grouped_begin()
+  int64_t dq_turns_per_head = 0;       // and blocks of block_m, each with its counter
+  ForwardSchedule schedule;            // kForwardSm90
+  BackwardSchedule backward_schedule;  // kBackwardSm90
   WorkspaceLayout workspace;
   bool supported = true;
   const char* unsupported_reason = nullptr;
@@ -106,7 +110,7 @@ struct Plan {
 
 // Why a pass for sm_90a does not take a problem; null: it does.
 const char* why_not_forward_sm90(const Problem& problem);
-const char* why_not_backward_sm90(const Problem& problem);
+const char* why_not_backward_sm90(const Problem& problem, const Device& device);
 
 // Both are cheap (no allocation): every launch calls them.
 Plan make_forward_plan(const Problem& problem, const Device& device);

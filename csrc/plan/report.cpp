@@ -88,7 +88,7 @@ bool is_sm90(const Plan& plan) {
 std::string why_not_sm90(const Plan& plan, const Problem& problem, const Device& device) {
   const bool possible = is_backward(plan) ? device.sm90a.backward : device.sm90a.forward;
   if (!possible) return "this build has no code for sm_90a or FLASHATTN_NO_SM90 is set";
-  return is_backward(plan) ? why_not_backward_sm90(problem) : why_not_forward_sm90(problem);
+  return is_backward(plan) ? why_not_backward_sm90(problem, device) : why_not_forward_sm90(problem);
 }
 
 std::string why_kernel(const Plan& plan, const Problem& problem, const Device& device) {
@@ -140,6 +140,15 @@ std::string why_order(const ForwardSchedule& schedule) {
   return schedule.rotated ? text + ", rotated, as those of a head differ in work" : text;
 }
 
+std::string why_order(const BackwardSchedule& schedule) {
+  const std::string ctas = std::to_string(schedule.ctas) + " CTAs";
+  if (schedule.whole_heads) {
+    return std::to_string(schedule.tiles / schedule.together) + " heads, whole ones for " + ctas +
+           ": each sums dq by itself and rounds it";
+  }
+  return std::to_string(schedule.tiles) + " tiles, which " + ctas + " take head by head";
+}
+
 std::string why_loads(const Plan& plan, const Problem& problem) {
   if (is_sm90(plan)) {
     return problem.aligned16 ? "copies by TMA: pointers and strides are multiples of 16 bytes"
@@ -162,7 +171,7 @@ std::string why_blocks(const PlanReport& report) {
 std::string why_workspace(const Plan& plan, const Problem& problem) {
   std::string text = "workspace " + mib(plan.workspace.bytes) + ": lse and delta in fp32";
   if (problem.need_dq) text += ", dq summed in fp32 over key blocks";
-  if (plan.dq_turns_per_head > 0) text += " in a fixed order (deterministic)";
+  if (problem.deterministic && problem.need_dq) text += " in a fixed order (deterministic)";
   return text;
 }
 
@@ -184,6 +193,8 @@ PlanReport report(const Plan& plan, const Problem& problem, const Device& device
   }
   if (plan.kernel == Kernel::kForwardSm90) {
     report.reasons.push_back(why_order(plan.schedule));
+  } else if (plan.kernel == Kernel::kBackwardSm90) {
+    report.reasons.push_back(why_order(plan.backward_schedule));
   }
   report.reasons.push_back(why_blocks(report));
   if (is_backward(plan) && !is_cpu(plan)) {

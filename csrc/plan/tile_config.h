@@ -102,17 +102,21 @@ constexpr BackwardTile sm80_backward_tile(int headdim, SmemClass smem) {
 // sm_90a: two warpgroups compute.
 struct Sm90BackwardTile {
   int block_m;       // queries a block
-  int block_n;       // keys a CTA
+  int block_n;       // keys a tile
   int stages;        // Q/dO buffers
   int queries;       // of a block whose scores a warpgroup has in registers at a time
   int dq_columns;    // of dQ in registers at a time: with fewer, the computing warps have more
   bool by_products;  // one holds dV of 64 keys, the other dK of them; else each both, of 64 keys
+  bool has_room;     // for the next tile's keys
+
+  // The next tile's keys in time pay where tiles are short, as those of whole heads are.
+  constexpr int key_buffers(bool whole_heads) const { return has_room && whole_heads ? 2 : 1; }
 };
 constexpr Sm90BackwardTile sm90_backward_tile(HeadDims dims) {
-  if (dims.qk <= 64) return {128, 128, 2, 128, 64, false};
-  if (dims.qk <= 128) return {64, 128, 2, 64, 64, false};
-  if (dims.v <= 128) return {64, 128, 2, 32, 32, false};
-  return {64, 64, 2, 64, 64, true};
+  if (dims.qk <= 64) return {128, 128, 2, 128, 64, false, true};
+  if (dims.qk <= 128) return {64, 128, 2, 64, 64, false, true};
+  if (dims.v <= 128) return {64, 128, 2, 32, 32, false, false};
+  return {64, 64, 2, 64, 64, true, false};
 }
 constexpr int kSm90BackwardWarps = 16;
 
@@ -127,15 +131,15 @@ constexpr HeadDims sm90_backward_dims(HeadDims dims) {
 // Sequences of so few keys, half of most tiles, are left to the sm_80 kernel.
 constexpr int kSm80BackwardMaxKeys = 64;
 
-// K and V; `stages` times Q, dO and their statistics; two buffers of dS and, by products, of P;
-// barriers.
-constexpr int64_t sm90_backward_smem_bytes(HeadDims dims) {
-  constexpr int64_t kBarriers = 256;
+// K and V, once or twice; `stages` times Q, dO and their statistics; two buffers of dS and, by
+// products, of P; barriers and what the tiles are.
+constexpr int64_t sm90_backward_smem_bytes(HeadDims dims, bool whole_heads) {
+  constexpr int64_t kRest = 512;
   Sm90BackwardTile tile = sm90_backward_tile(dims);
   int64_t stage = 2 * tile.block_m * (dims.qk + dims.v) + 2 * 4 * tile.block_m;
   int64_t scores = 2 * tile.block_m * tile.block_n;
-  return 2 * tile.block_n * (dims.qk + dims.v) + tile.stages * stage +
-         (tile.by_products ? 4 : 2) * scores + kBarriers;
+  return tile.key_buffers(whole_heads) * 2 * tile.block_n * (dims.qk + dims.v) +
+         tile.stages * stage + (tile.by_products ? 4 : 2) * scores + kRest;
 }
 
 // K and V; `stages` times Q, dO and two fp32 statistics a row; P^T; two buffers of dS^T.

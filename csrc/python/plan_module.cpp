@@ -171,6 +171,7 @@ void bind_plan(py::module_& module) {
   py::class_<Workspace>(module, "WorkspaceLayout")
       .def_readonly("dq_accum", &Workspace::dq_accum)
       .def_readonly("dq_turn", &Workspace::dq_turn)
+      .def_readonly("tiles_dealt", &Workspace::tiles_dealt)
       .def_readonly("lse_log2", &Workspace::lse_log2)
       .def_readonly("delta", &Workspace::delta)
       .def_readonly("zeroed_bytes", &Workspace::zeroed_bytes)
@@ -182,12 +183,9 @@ void bind_plan(py::module_& module) {
       .def_readonly("warps", &Plan::warps)
       .def_readonly("stages", &Plan::stages)
       .def_readonly("grid", &Plan::grid)
-      .def_property_readonly("tiles",
-                             [](const Plan& p) {
-                               bool shared = p.kernel == Kernel::kForwardSm90;
-                               return shared ? int64_t{p.schedule.items} * p.schedule.parts
-                                             : p.grid;
-                             })
+      .def_readonly("tiles", &Plan::tiles)
+      .def_property_readonly("whole_heads",
+                             [](const Plan& p) { return p.backward_schedule.whole_heads; })
       .def_readonly("smem_bytes", &Plan::smem_bytes)
       .def_readonly("accum_headdim", &Plan::accum_headdim)
       .def_readonly("accum_rows", &Plan::accum_rows)

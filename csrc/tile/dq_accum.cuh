@@ -35,11 +35,12 @@ __device__ __forceinline__ void add_float4(float* global, const float (&x)[4]) {
 #endif
 }
 
-// Adds a warp's accumulators (rows: queries) to the sums at `sums`, where the first of `rows` rows
-// starts a group. first_row: of the accumulators, a multiple of 16; rows past the end hold zeros.
-template <int kHeadDim, int kColStep, int MT, int NT>
-__device__ __forceinline__ void add_dq(float* sums, int first_row, int rows, int col_group,
-                                       const float (&acc)[MT][NT][4]) {
+// Calls each(place, values) for a warp's accumulators (rows: queries) and their places in the sums
+// at `sums`, where the first of `rows` rows starts a group. first_row: of the accumulators, a
+// multiple of 16.
+template <int kHeadDim, int kColStep, class Values, int MT, int NT, class Each>
+__device__ __forceinline__ void for_dq_sums(float* sums, int first_row, int rows, int col_group,
+                                            Values (&acc)[MT][NT][4], const Each& each) {
   float* lane_sums =
       sums + first_row * kHeadDim + col_group * 2 * kDqTileFloats + threadIdx.x % 32 * 4;
 #pragma unroll
@@ -48,9 +49,35 @@ __device__ __forceinline__ void add_dq(float* sums, int first_row, int rows, int
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       int tile = n / 2 * 2 * kColStep + n % 2;
-      add_float4(lane_sums + 16 * m * kHeadDim + tile * kDqTileFloats, acc[m][n]);
+      each(lane_sums + 16 * m * kHeadDim + tile * kDqTileFloats, acc[m][n]);
     }
   }
+}
+
+// Adds to the sums; rows past the end hold zeros.
+template <int kHeadDim, int kColStep, int MT, int NT>
+__device__ __forceinline__ void add_dq(float* sums, int first_row, int rows, int col_group,
+                                       const float (&acc)[MT][NT][4]) {
+  for_dq_sums<kHeadDim, kColStep>(sums, first_row, rows, col_group, acc, add_float4);
+}
+
+// What a warp alone reads and writes meanwhile.
+template <int kHeadDim, int kColStep, int MT, int NT>
+__device__ __forceinline__ void load_dq(float* sums, int first_row, int rows, int col_group,
+                                        float (&acc)[MT][NT][4]) {
+  for_dq_sums<kHeadDim, kColStep>(sums, first_row, rows, col_group, acc,
+                                  [](const float* place, float(&x)[4]) {
+                                    float4 y = __ldcg(reinterpret_cast<const float4*>(place));
+                                    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+                                  });
+}
+template <int kHeadDim, int kColStep, int MT, int NT>
+__device__ __forceinline__ void store_dq(float* sums, int first_row, int rows, int col_group,
+                                         const float (&acc)[MT][NT][4]) {
+  for_dq_sums<kHeadDim, kColStep>(
+      sums, first_row, rows, col_group, acc, [](float* place, const float(&x)[4]) {
+        __stcg(reinterpret_cast<float4*>(place), make_float4(x[0], x[1], x[2], x[3]));
+      });
 }
 
 }  // namespace flashattn::tile

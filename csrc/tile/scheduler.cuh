@@ -90,22 +90,27 @@ __device__ inline TileCoord ordered_item(const SeqLens& lens, int64_t batch, int
           lens.sequence(b)};
 }
 
-// CTAs of one head follow each other, so that they share its other operand in L2.
-__device__ inline TileCoord tile_of_cta(const SeqLens& lens, int64_t batch, int heads,
-                                        int block_rows) {
-  int64_t cta = blockIdx.x;
+// Tiles of one head follow each other, so that they share its other operand in L2.
+__device__ inline TileCoord ordered_tile(const SeqLens& lens, int64_t batch, int heads,
+                                         int block_rows, int64_t index) {
   if (lens.packed()) {
     int64_t per_head = blocks_per_head(lens, batch, block_rows);
-    TileCoord tile = find_packed_block(lens, batch, block_rows, cta % per_head);
-    tile.head = static_cast<int>(cta / per_head);
+    TileCoord tile = find_packed_block(lens, batch, block_rows, index % per_head);
+    tile.head = static_cast<int>(index / per_head);
     return tile.uniform();
   }
   int blocks = static_cast<int>((lens.rows + block_rows - 1) / block_rows);
-  int block = static_cast<int>(cta % blocks);
-  int64_t batch_head = cta / blocks;
+  int block = static_cast<int>(index % blocks);
+  int64_t batch_head = index / blocks;
   int64_t b = batch_head / heads;
   TileCoord tile{b, static_cast<int>(batch_head % heads), block, blocks, lens.sequence(b)};
   return tile.uniform();
+}
+
+// Where each CTA has one.
+__device__ inline TileCoord tile_of_cta(const SeqLens& lens, int64_t batch, int heads,
+                                        int block_rows) {
+  return ordered_tile(lens, batch, heads, block_rows, blockIdx.x);
 }
 
 }  // namespace flashattn::tile
