@@ -58,9 +58,9 @@ def flash_attn_func(
             before it) is ``window_size=(W - 1, 0)``. ``causal=True`` and ``window_size=(-1, 0)``
             are the same computation to the last bit; (Sk, 0) and the like agree to rounding.
         softcap, alibi_slopes, attn_mask, learnable_sink: not implemented yet; 0.0 and None.
-        deterministic: gradients that repeat bit by bit. ``torch.use_deterministic_algorithms``
-            does the same where it is on at the backward. The forward always repeats. On the CPU
-            both repeat anyway, for one number of threads.
+        deterministic: gradients that repeat bit by bit, for the same shapes.
+            ``torch.use_deterministic_algorithms`` does the same where it is on at the backward. The
+            forward always repeats. On the CPU both repeat anyway, for one number of threads.
         return_attn_probs: returns flash-attn 2's (out, lse, S_dmask). S_dmask is what dropout left
             of the softmax; without dropout it is an empty tensor of q's dtype.
         return_lse: returns (out, lse).

@@ -57,7 +57,8 @@ def test_torch_asks_for_determinism(device, dtype):
 
 
 def test_batch_neighbours_do_not_matter(device, dtype):
-    """A sequence's results have the same bits whatever else is in the batch."""
+    """A sequence's results have the same bits whatever else is in the batch (gradients: where the
+    plan stays the same)."""
     problem = fixed(3, 100, heads=2, causal=True)
     inputs = make_inputs(problem, device, dtype)
     wanted = attend(problem, inputs, deterministic=True)

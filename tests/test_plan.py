@@ -43,7 +43,7 @@ def test_visible(seqlen_q, seqlen_k, left, right):
 @given(seqlen_q=LENGTH, seqlen_k=LENGTH, left=BOUND, right=BOUND, block_m=BLOCK, block_n=BLOCK)
 def test_blocks(seqlen_q, seqlen_k, left, right, block_m, block_n):
     """Nothing visible is skipped, a full block hides nothing, and queries and keys agree on which
-    pairs of blocks are visited (the deterministic backward counts on it)."""
+    pairs of blocks are visited (the backward counts on it where dq is summed in order)."""
     mask = _plan.SequenceMask(seqlen_q, seqlen_k, left, right)
     visible = pairs(seqlen_q, seqlen_k, left, right)
     touched = {(i // block_m, j // block_n) for i, j in visible}
@@ -433,7 +433,7 @@ def test_grids_and_workspace(batch, seqlen_q, seqlen_k, is_packed, is_determinis
     sums_rows = backward.grid * 4 * -(-seqlen_q // 16) * 16 if backward.whole_heads else rows
     sums = 4 * sums_rows * (backward.accum_headdim if need_dq else 0)
     work = backward.workspace
-    places = [work.tiles_dealt, work.dq_turn, work.dq_accum]
+    places = [work.pieces_dealt, work.dq_turn, work.dq_accum]
     places += [work.lse_log2, work.delta, work.bytes]
     assert places == sorted(places)
     assert all(place % 256 == 0 for place in places)
@@ -472,6 +472,7 @@ def test_whole_heads():
     assert plan(batch=1, heads_q=120, heads_k=120).grid == 120
     for changes in (
         {"packed": True},
+        {"partly_used": True},
         {"window_left": 100},
         {"seqlen_k": 499},
         {"batch": 1},
@@ -481,10 +482,10 @@ def test_whole_heads():
         assert not plan(**changes).whole_heads, changes
     # In a fixed order the other way is a slower kernel.
     for changes, is_whole in (
-        ({"batch": 5}, True),
+        *(({"batch": 1, "heads_q": h, "heads_k": h}, h >= 66) for h in (1, 65, 66, 132, 133, 264)),
         ({"seqlen_q": 4096, "seqlen_k": 4096}, True),
-        ({"batch": 1}, False),
         ({"packed": True}, False),
+        ({"partly_used": True}, False),
         ({"seqlen_k": 499}, False),
     ):
         ordered = plan(**changes, deterministic=True)

@@ -88,7 +88,7 @@ struct ForwardSchedule {
 struct BackwardSchedule {
   int64_t ctas = 0;
   uint32_t tiles = 0;  // of a head one after the other, from the first keys; packed: some are empty
-  uint32_t together = 1;  // that a CTA takes at a time
+  uint32_t together = 1;  // a piece: what a CTA takes at a time
   bool whole_heads = false;
 };
 
@@ -111,7 +111,7 @@ struct BackwardParams {
   int32_t* dq_turn = nullptr;     // deterministic only, zeroed: (heads_q, dq_turns_per_head, warps)
   int64_t dq_turns_per_head = 0;  // blocks of block_m rows, grouped likewise
   BackwardSchedule schedule;      // kBackwardSm90
-  uint32_t* tiles_dealt = nullptr;  // kBackwardSm90, zeroed: how many of them
+  uint32_t* pieces_dealt = nullptr;  // kBackwardSm90, zeroed: those after each CTA's first
 };
 
 }  // namespace flashattn

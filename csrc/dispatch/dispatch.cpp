@@ -117,7 +117,7 @@ void place_workspace(const Plan& plan, BackwardParams& params, void* workspace) 
     params.dq_turns_per_head = plan.dq_turns_per_head;
   }
   params.schedule = plan.backward_schedule;
-  params.tiles_dealt = reinterpret_cast<uint32_t*>(base + plan.workspace.tiles_dealt);
+  params.pieces_dealt = reinterpret_cast<uint32_t*>(base + plan.workspace.pieces_dealt);
   params.lse_log2 = reinterpret_cast<float*>(base + plan.workspace.lse_log2);
   params.delta = reinterpret_cast<float*>(base + plan.workspace.delta);
 }

@@ -6,9 +6,8 @@
 //     (backward_sm90_by_keys.cuh) or by products (backward_sm90_by_products.cuh);
 //   one adds  dQ = dS K  to the sums in global memory, or, where the CTA takes whole heads, keeps
 //     sums of its own and writes dQ;
-//   one copies: a warp takes the tiles and starts the copies by TMA, three copy what TMA can't
-//   reach
-//     and take NaN and Inf out of partial blocks.
+//   one copies: a warp takes the tiles and starts the copies by TMA, three copy the rest, element
+//     by element, and take NaN and Inf out of partial blocks.
 #pragma once
 
 #include "host/launch.cuh"

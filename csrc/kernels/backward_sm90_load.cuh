@@ -229,7 +229,7 @@ struct BackwardSm90Load {
     // The piece to take next.
     __device__ __forceinline__ uint32_t deal() const {
       uint32_t dealt = 0;
-      if (threadIdx.x % 32 == 0) dealt = atomicAdd(params.tiles_dealt, 1);
+      if (threadIdx.x % 32 == 0) dealt = atomicAdd(params.pieces_dealt, 1);
       return gridDim.x + __shfl_sync(~0u, dealt, 0);
     }
 

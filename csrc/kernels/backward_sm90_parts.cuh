@@ -68,12 +68,13 @@ struct BackwardSm90Parts : BackwardSm90Load<kType, kHeadDim, kHeadDimV, kWhole> 
 #pragma unroll 1
       for (int key = item.first_key; key < end; ++key) {
         bool visible[2] = {item.mask.visible(row, key), item.mask.visible(row + 8, key)};
-        const E* elements = reinterpret_cast<const E*>(k.data) + key * k.row_stride + col;
+        const uint16_t* elements = k.data + key * k.row_stride + col;
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n) {
           if (col + 8 * n >= params.shape.headdim) break;
-          uint32_t special =
-              tile::special_bits<E>(*reinterpret_cast<const uint32_t*>(elements + 8 * n));
+          // One by one: K may be aligned to no more.
+          uint32_t pair = elements[8 * n] | static_cast<uint32_t>(elements[8 * n + 1]) << 16;
+          uint32_t special = tile::special_bits<E>(pair);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             bool here = special & (e % 2 == 0 ? 0x8000u : 0x80000000u);

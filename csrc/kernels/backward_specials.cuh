@@ -1,6 +1,6 @@
 // What tile/special.cuh leaves to the CUDA backward: after a CTA stored its gradients, it adds the
-// NaN and Inf that partial blocks kept out of the products. Seldom run: it reads global memory
-// element by element.
+// NaN and Inf that partial blocks kept out of the products. (Where a CTA sums dq of whole heads,
+// its dq has them already.) Seldom run: it reads global memory element by element.
 #pragma once
 
 #include "kernels/backward_work.cuh"

@@ -14,8 +14,8 @@ struct BackwardItem {
   int first_head;  // the first query head of the group
   SeqRows q_rows;
   int64_t stats_begin;  // where the sequence starts in a head's statistics
-  int64_t dq_begin,
-      dq_rows;  // where the first head's sums of dq start, and how many rows apart heads
+  int64_t dq_begin;     // where the first head's sums of dq start
+  int64_t dq_rows;      // and how many rows lie between heads'
   SequenceMask mask;
   BlockRange blocks;  // the query blocks to visit, for each of the group's heads
 

@@ -28,11 +28,11 @@ constexpr bool pairs_fill(int64_t pairs, int sm_count) {
 // sm_90a backward: whether CTAs that take all key blocks of a head, one after the other, pay. They
 // need no zeroed sums of dq, no additions by several CTAs, and no pass that rounds dq; but there
 // must be heads enough for all SMs, and the sums must stay in L2 beside what the products read.
-// Under a causal mask they are needed for half of the time. `only`: the other way is the kernel for
-// sm_80, in turns, at half of the speed.
-constexpr bool whole_heads_fill(int64_t heads, int sm_count, bool only) {
+// Under a causal mask they are needed for half of the time. Deterministic: the other way is the
+// kernel for sm_80, in turns, at half of the speed.
+constexpr bool whole_heads_fill(int64_t heads, int sm_count, bool deterministic) {
   const int64_t rounds = (heads + sm_count - 1) / sm_count;
-  return 10 * heads >= (only ? 6 : 9) * rounds * sm_count;
+  return 10 * heads >= (deterministic ? 5 : 9) * rounds * sm_count;
 }
 constexpr bool whole_heads_fit(int64_t key_blocks, int64_t sums_bytes, bool causal) {
   constexpr int64_t kBudget = int64_t{18} << 20;  // of 50 MB on an H100 or H200

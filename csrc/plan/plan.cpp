@@ -171,7 +171,7 @@ WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
     end = round_up(end + 4 * elements, kWorkspaceAlignment);
     return begin;
   };
-  workspace.tiles_dealt = take(plan.kernel == Kernel::kBackwardSm90 ? 1 : 0);
+  workspace.pieces_dealt = take(plan.kernel == Kernel::kBackwardSm90 ? 1 : 0);
   workspace.dq_turn = take(problem.heads_q * plan.dq_turns_per_head * plan.warps);
   workspace.zeroed_bytes = end;
   const bool whole_heads = plan.backward_schedule.whole_heads;

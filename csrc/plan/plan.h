@@ -81,9 +81,9 @@ const char* kernel_name(Kernel kernel);
 // Byte offsets into the one workspace buffer of the CUDA backward. What must start at zero comes
 // first: the bytes [0, zeroed_bytes).
 struct WorkspaceLayout {
-  int64_t tiles_dealt = 0;  // kBackwardSm90 alone
-  int64_t dq_turn = 0;      // unless sm_80's is deterministic: of size 0
-  int64_t dq_accum = 0;     // without need_dq: of size 0; whole_heads: not zeroed
+  int64_t pieces_dealt = 0;  // kBackwardSm90 alone
+  int64_t dq_turn = 0;       // unless sm_80's is deterministic: of size 0
+  int64_t dq_accum = 0;      // without need_dq: of size 0; whole_heads: not zeroed
   int64_t lse_log2 = 0;
   int64_t delta = 0;
   int64_t zeroed_bytes = 0;

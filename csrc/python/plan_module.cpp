@@ -94,10 +94,11 @@ void bind_mask(py::module_& module) {
 Problem make_problem(const std::string& dtype, bool packed, int64_t batch, int64_t seqlen_q,
                      int64_t seqlen_k, int64_t heads_q, int64_t heads_k, int headdim, int headdim_v,
                      int64_t window_left, int64_t window_right, bool aligned16, bool deterministic,
-                     bool need_dq, bool need_dkv) {
+                     bool need_dq, bool need_dkv, bool partly_used) {
   Problem problem;
   problem.dtype = dtype_by_name(dtype);
   problem.packed = packed;
+  problem.partly_used = partly_used;
   problem.batch = batch;
   problem.seqlen_q = seqlen_q;
   problem.seqlen_k = seqlen_k;
@@ -119,9 +120,11 @@ void bind_problem(py::module_& module) {
       .def(py::init(&make_problem), py::kw_only(), "dtype"_a = "bfloat16", "packed"_a = false,
            "batch"_a, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a, "headdim"_a,
            "headdim_v"_a, "window_left"_a = -1, "window_right"_a = -1, "aligned16"_a = true,
-           "deterministic"_a = false, "need_dq"_a = true, "need_dkv"_a = true)
+           "deterministic"_a = false, "need_dq"_a = true, "need_dkv"_a = true,
+           "partly_used"_a = false)
       .def_property_readonly("dtype", [](const Problem& p) { return dtype_name(p.dtype); })
       .def_readonly("packed", &Problem::packed)
+      .def_readonly("partly_used", &Problem::partly_used)
       .def_readonly("batch", &Problem::batch)
       .def_readonly("seqlen_q", &Problem::seqlen_q)
       .def_readonly("seqlen_k", &Problem::seqlen_k)
@@ -171,7 +174,7 @@ void bind_plan(py::module_& module) {
   py::class_<Workspace>(module, "WorkspaceLayout")
       .def_readonly("dq_accum", &Workspace::dq_accum)
       .def_readonly("dq_turn", &Workspace::dq_turn)
-      .def_readonly("tiles_dealt", &Workspace::tiles_dealt)
+      .def_readonly("pieces_dealt", &Workspace::pieces_dealt)
       .def_readonly("lse_log2", &Workspace::lse_log2)
       .def_readonly("delta", &Workspace::delta)
       .def_readonly("zeroed_bytes", &Workspace::zeroed_bytes)

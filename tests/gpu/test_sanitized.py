@@ -3,7 +3,7 @@ each launch costs a hundred times what it does elsewhere."""
 
 import pytest
 import torch
-from cases import attend, fixed, make_inputs, packed
+from cases import attend, fixed, make_inputs, packed, wide_rows
 from tolerance import check_problem
 
 DTYPE = torch.bfloat16
@@ -17,6 +17,9 @@ PROBLEMS = [
     fixed(1, 150, 140, headdim=192, headdim_v=128, causal=True, heads=4, heads_k=2),
     fixed(1, 150, 130, headdim=192, heads=4, heads_k=2),
     packed((64, 70), (130, 70), headdim=256, causal=True, heads=4, heads_k=1),
+    # More tiles than SMs; the deterministic backward of Hopper takes whole heads.
+    fixed(17, 70, 260, heads=8, headdim=64, causal=True),
+    fixed(17, 70, 140, heads=8, headdim=256, causal=True),
 ]
 
 
@@ -27,14 +30,18 @@ def test_sanitized_bf16(problem):
     check_problem(problem, inputs, attend(problem, inputs, deterministic=True))
 
 
+@pytest.mark.parametrize("batch", [1, 70], ids=["few", "whole heads"])
 @pytest.mark.parametrize("headdim", [64, 256])
-def test_sanitized_bf16_special_values(headdim):
+def test_sanitized_bf16_special_values(headdim, batch):
     """NaN and Inf send tiles through the kernels' second way."""
-    problem = fixed(1, 140, headdim=headdim, causal=True)
+    problem = fixed(batch, 140, headdim=headdim, causal=True)
     inputs = make_inputs(problem, "cuda", DTYPE)
     inputs.v[0, 100, 0, 3] = float("nan")
     inputs.q[0, 50, 1, 0] = float("inf")
-    got = attend(problem, inputs)
+    inputs.k[0, 120, 1, 0] = float("inf")
+    if batch > 1:
+        inputs = inputs.replace(k=wide_rows(inputs.k))
+    got = attend(problem, inputs, deterministic=batch > 1)
     assert torch.isfinite(got.out[:, :50]).all()
     assert got.out[0, 120, 0].isnan().any()
 
