@@ -23,6 +23,9 @@ struct BackwardSm90ByProducts : BackwardSm90Parts<kType, kHeadDim, kHeadDimV, kW
   static_assert(Base::kQueries == kBlockM && kBlockN == 64, "one piece of scores a warpgroup");
   static_assert(Base::kTiles == 1, "one buffer of keys");
 
+  using GradientK = tile::Accumulator<16, kHeadDim>;
+  using GradientV = tile::Accumulator<16, kHeadDimV>;
+
   // Instructions that a gradient's columns take.
   static constexpr int parts(int columns) { return columns > 192 ? 2 : 1; }
 
@@ -83,7 +86,7 @@ struct BackwardSm90ByProducts : BackwardSm90Parts<kType, kHeadDim, kHeadDimV, kW
     }
 
     // The first warpgroup's steps of a tile.
-    __device__ __forceinline__ void walk_dv(int steps, tile::Accumulator<16, kHeadDimV>& dv) {
+    __device__ __forceinline__ void walk_dv(int steps, GradientV& dv) {
       const BackwardItem& item = shared.item[0];
       int block = item.blocks.begin;
       Scores scores;
@@ -115,7 +118,7 @@ struct BackwardSm90ByProducts : BackwardSm90Parts<kType, kHeadDim, kHeadDimV, kW
     }
 
     // The second warpgroup's.
-    __device__ __forceinline__ void walk_dk(int steps, tile::Accumulator<16, kHeadDim>& dk) {
+    __device__ __forceinline__ void walk_dk(int steps, GradientK& dk) {
       const BackwardItem& item = shared.item[0];
       int block = item.blocks.begin;
       Scores scores;
@@ -146,38 +149,30 @@ struct BackwardSm90ByProducts : BackwardSm90Parts<kType, kHeadDim, kHeadDimV, kW
       step.before().release_all(shared.q_empty);
     }
 
-    // The first warpgroup.
-    __device__ __forceinline__ void run_dv() {
+    // Tile after tile: walk(steps, gradient), then store(item, gradient).
+    template <class Gradient, class Walk, class Store>
+    __device__ __forceinline__ void for_tiles(const Walk& walk, const Store& store) {
 #pragma unroll 1
       for (int steps; (steps = tiles.template wait_next<0>()) > 0; ++tiles.count) {
-        tile::Accumulator<16, kHeadDimV> dv;
-        tile::clear(dv);
-        walk_dv(steps, dv);
-        this->template end_tile<0>(tiles, [&](const BackwardItem& item) {
-          this->store(item, params.dv, params.shape.headdim_v, dv);
-        });
-      }
-    }
-
-    // The second.
-    __device__ __forceinline__ void run_dk() {
-#pragma unroll 1
-      for (int steps; (steps = tiles.template wait_next<0>()) > 0; ++tiles.count) {
-        tile::Accumulator<16, kHeadDim> dk;
-        tile::clear(dk);
-        walk_dk(steps, dk);
-        this->template end_tile<0>(tiles, [&](const BackwardItem& item) {
-          tile::scale(dk, params.shape.softmax_scale);
-          this->store(item, params.dk, params.shape.headdim, dk);
-        });
+        Gradient gradient;
+        tile::clear(gradient);
+        walk(steps, gradient);
+        this->template end_tile<0>(tiles, [&](const BackwardItem& item) { store(item, gradient); });
       }
     }
 
     __device__ __forceinline__ void run() {
       if (tile::warp_index() < 4) {
-        run_dv();
+        for_tiles<GradientV>([&](int steps, GradientV& dv) { walk_dv(steps, dv); },
+                             [&](const BackwardItem& item, GradientV& dv) {
+                               this->store(item, params.dv, params.shape.headdim_v, dv);
+                             });
       } else {
-        run_dk();
+        for_tiles<GradientK>([&](int steps, GradientK& dk) { walk_dk(steps, dk); },
+                             [&](const BackwardItem& item, GradientK& dk) {
+                               tile::scale(dk, params.shape.softmax_scale);
+                               this->store(item, params.dk, params.shape.headdim, dk);
+                             });
       }
     }
   };

@@ -120,25 +120,25 @@ struct BackwardSm90Load {
   }
 
   // The CTA's tiles, one after the other, for those who work on them. Buffers are named by
-  // constants: addresses that change with the tile cost the computing warps 5 %.
+  // constants, so that descriptors stay in uniform registers.
   struct Tiles {
     Shared& shared;
     uint32_t count = 0;  // tiles that are done
 
-    __device__ __forceinline__ uint32_t parity() const { return count / kTiles & 1; }
+    __device__ __forceinline__ TilePlace place() const { return {count}; }
     // Waits until there is a tile, or known that there is none; returns its steps, or 0.
     template <int kBuffer>
     __device__ __forceinline__ int wait_next() const {
-      wait(shared.tile_full[kBuffer], parity());
+      wait(shared.tile_full[kBuffer], place().parity());
       return __shfl_sync(~0u, shared.steps[kBuffer], 0);
     }
     template <int kBuffer>
     __device__ __forceinline__ void wait_k() const {
-      wait(shared.k_full[kBuffer], parity());
+      wait(shared.k_full[kBuffer], place().parity());
     }
     template <int kBuffer>
     __device__ __forceinline__ void wait_v() const {
-      wait(shared.v_full[kBuffer], parity());
+      wait(shared.v_full[kBuffer], place().parity());
     }
     // Whether a NaN or Inf was taken out of it; until it is released.
     template <int kBuffer>

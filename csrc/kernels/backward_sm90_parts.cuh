@@ -17,8 +17,7 @@ struct BackwardSm90Parts : BackwardSm90Load<kType, kHeadDim, kHeadDimV, kWhole> 
   using Base::address, Base::arrive;
   using Base::kBlockM, Base::kBlockN, Base::kStored, Base::kTiles;
   using typename Base::E, typename Base::Shared;
-  using typename Base::ScorePlace, typename Base::StepPlace, typename Base::TilePlace,
-      typename Base::Tiles;
+  using typename Base::ScorePlace, typename Base::StepPlace, typename Base::Tiles;
   using typename Base::TileDs, typename Base::TileK, typename Base::TileQ;
 
   static constexpr int kQueries = Base::kTile.queries;
@@ -94,12 +93,17 @@ struct BackwardSm90Parts : BackwardSm90Load<kType, kHeadDim, kHeadDimV, kWhole> 
                                    params.shape.headdim - col, dq);
     }
 
+    // The row of a piece's queries, of the block's, that is the warp's first.
+    static __device__ __forceinline__ int warp_row(int row) {
+      return row + tile::warp_index() % 4 * 16;
+    }
+
     // A piece to which other CTAs add. `sums`: of the block; `rows`: its queries.
     template <int kBuffer>
     __device__ __forceinline__ void add_piece(float* sums, int rows, int row, int col) const {
       Dq dq;
       multiply<kBuffer>(dq, row, col, true);
-      tile::add_dq<kHeadDim, 1>(sums, row + tile::warp_index() % 4 * 16, rows, col / 16, dq);
+      tile::add_dq<kHeadDim, 1>(sums, warp_row(row), rows, col / 16, dq);
     }
 
     // Whether the tile is the first or the last one that the queries of a block see.
@@ -115,23 +119,23 @@ struct BackwardSm90Parts : BackwardSm90Load<kType, kHeadDim, kHeadDimV, kWhole> 
     // A piece to which this CTA alone adds, tile by tile; with the last one it is dQ.
     template <int kBuffer>
     __device__ __forceinline__ void own_piece(const BackwardItem& item, const BackwardStep& step,
-                                              const Order& order, float* sums, int rows, int row,
-                                              int col) const {
-      int warp_row = row + tile::warp_index() % 4 * 16;
+                                              const Order& order, float* sums, int rows,
+                                              int piece_row, int col) const {
+      int row = warp_row(piece_row);
       bool ends_sums = order.last && !order.first;
       Dq dq;
       tile::clear(dq);
-      if (ends_sums) tile::load_dq<kHeadDim, 1>(sums, warp_row, rows, col / 16, dq);
+      if (ends_sums) tile::load_dq<kHeadDim, 1>(sums, row, rows, col / 16, dq);
       ptx::hold(dq[0]);
-      multiply<kBuffer>(dq, row, col, !ends_sums);
-      int first_row = step.block * kBlockM + warp_row;
+      multiply<kBuffer>(dq, piece_row, col, !ends_sums);
+      int first_row = step.block * kBlockM + row;
       if (tiles.template special<kBuffer>()) poison(item, first_row, col, dq);
       if (order.last) {
         store_rows(item, step.head, first_row, col, dq);
       } else if (order.first) {
-        tile::store_dq<kHeadDim, 1>(sums, warp_row, rows, col / 16, dq);
+        tile::store_dq<kHeadDim, 1>(sums, row, rows, col / 16, dq);
       } else {
-        tile::add_dq<kHeadDim, 1>(sums, warp_row, rows, col / 16, dq);
+        tile::add_dq<kHeadDim, 1>(sums, row, rows, col / 16, dq);
       }
     }
 

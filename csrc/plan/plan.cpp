@@ -173,12 +173,11 @@ WorkspaceLayout make_workspace(const Plan& plan, const Problem& problem) {
   };
   workspace.pieces_dealt = take(plan.kernel == Kernel::kBackwardSm90 ? 1 : 0);
   workspace.dq_turn = take(problem.heads_q * plan.dq_turns_per_head * plan.warps);
-  workspace.zeroed_bytes = end;
   const bool whole_heads = plan.backward_schedule.whole_heads;
   const int64_t sums =
       whole_heads ? plan.grid * head_sums(problem, plan.accum_headdim) : rows * plan.accum_headdim;
   workspace.dq_accum = take(problem.need_dq ? sums : 0);
-  if (!whole_heads) workspace.zeroed_bytes = end;
+  workspace.zeroed_bytes = whole_heads ? workspace.dq_accum : end;
   workspace.lse_log2 = take(rows + plan.block_m);  // a block is read whole, past the last row
   workspace.delta = take(rows + plan.block_m);
   workspace.bytes = end;
